@@ -1,0 +1,1 @@
+"""The kernel, one file per room; :mod:`megamoe.kernel.mega` puts them together."""

@@ -1,0 +1,40 @@
+"""Combine: add a token's partials in ascending slot order once they have all come back."""
+
+from megamoe.kernel.compat import gl, gluon
+from megamoe.kernel.sync import PHASE_PARTIALS, wait_sys
+
+COMBINE_TOKENS = gl.constexpr(4)  # a partition's tokens at once: one a warp
+COMBINE_COLUMNS = gl.constexpr(256)
+
+
+@gluon.jit
+def combine_role(ctx):
+    """Sum in fp32, round once to bf16; a token without active slots becomes a zero row."""
+    spec: gl.constexpr = ctx.spec
+    TOPK: gl.constexpr = spec.topk
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [warps, 1], [1, 0])
+    line: gl.constexpr = gl.SliceLayout(1, layout)
+    columns = gl.arange(0, COMBINE_COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    topk_idx = ctx.region(spec.offset.topk_idx, gl.int32)
+    partials = ctx.region(spec.offset.partials, gl.bfloat16)
+    arrivals = ctx.region(spec.offset.token_arrivals, gl.int32) + ctx.counter_set * (spec.offset.token_set // 4)
+    units = (ctx.tokens + (COMBINE_TOKENS - 1)) // COMBINE_TOKENS
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        token = unit * COMBINE_TOKENS + gl.arange(0, COMBINE_TOKENS, layout=line)
+        real = token < ctx.tokens
+        token = gl.minimum(token, ctx.tokens - 1)
+        active = token * 0
+        for slot in gl.static_range(TOPK):
+            active += (gl.load(topk_idx + token * spec.topk + slot) >= 0).to(gl.int32)
+        wait_sys(arrivals + token, active, ctx.status() + token * 0, PHASE_PARTIALS, token, spec.timeout_ns)
+        source = partials + token.to(gl.int64)[:, None] * (spec.topk * spec.padded_hidden)
+        target = ctx.y + token.to(gl.int64)[:, None] * spec.hidden
+        for start in range(0, spec.padded_hidden, COMBINE_COLUMNS):
+            total = gl.zeros((COMBINE_TOKENS, COMBINE_COLUMNS), gl.float32, layout)
+            for slot in gl.static_range(TOPK):
+                used = (gl.load(topk_idx + token * spec.topk + slot) >= 0)[:, None]
+                total += gl.load(source + (slot * spec.padded_hidden + start + columns), mask=used, other=0.0,
+                                 cache_modifier=".cg").to(gl.float32)  # fmt: skip
+            inside = real[:, None] & (start + columns < spec.hidden)
+            gl.store(target + (start + columns), total.to(gl.bfloat16), mask=inside)

@@ -1,0 +1,285 @@
+"""Dispatch: tell every owner which rows to fetch, then fetch the rows this rank's experts need.
+
+Each program counts and routes a share of the tokens; the program that arrives last publishes the rank's counts.
+Then rows are pulled from the source ranks into the pool, `pull_rows` at a time, each row bumping the counter of its
+block.  Rows of one expert lie together, source ranks in turn starting from this one, so that ranks do not all read
+from the same peer.
+"""
+
+from megamoe.kernel.compat import gl, gluon
+from megamoe.kernel.schedule import first_blocks, recv_counts, rows_of_experts
+from megamoe.kernel.sync import (
+    PHASE_BAD_EXPERT,
+    PHASE_SLOT,
+    arrive_last,
+    report,
+    set_peers,
+    signal_rows,
+    wait_gpu,
+)
+
+CHUNK = gl.constexpr(128)  # (token, slot) pairs a partition routes at once: one a thread
+PULL_BYTES = gl.constexpr(2048)  # of each row in flight at once
+CONTROL_EPOCH = gl.constexpr(0)
+CONTROL_COUNTED = gl.constexpr(32)
+CONTROL_USED_TOKENS = gl.constexpr(64)
+CONTROL_USED_BLOCKS = gl.constexpr(96)
+CONTROL_INEXACT = gl.constexpr(128)
+
+
+@gluon.jit
+def clear(pointer, count, layout: gl.constexpr):
+    """Zero `count` int32 words, shared between the programs."""
+    i = gl.arange(0, CHUNK, layout=layout)
+    zero = i * 0
+    for start in range(gl.program_id(0) * CHUNK, count, gl.num_programs(0) * CHUNK):
+        gl.store(pointer + start + i, zero, mask=start + i < count)
+
+
+@gluon.jit
+def clear_other_set(ctx, layout: gl.constexpr):
+    """Zero the counters that the next call will use, as far as the call before this one used them."""
+    spec: gl.constexpr = ctx.spec
+    other = 1 - ctx.counter_set
+    control = ctx.region(spec.offset.control, gl.int32)
+    used_tokens = gl.load(control + CONTROL_USED_TOKENS + other)
+    used_blocks = gl.load(control + CONTROL_USED_BLOCKS + other)
+    blocks = other * (spec.offset.block_set // 4)
+    clear(ctx.region(spec.offset.send_counts, gl.int32) + other * spec.experts, spec.experts, layout)
+    clear(ctx.region(spec.offset.arrived, gl.int32) + blocks, used_blocks, layout)
+    clear(ctx.region(spec.offset.l1_done, gl.int32) + blocks, used_blocks, layout)
+    clear(ctx.region(spec.offset.l2_done, gl.int32) + blocks, used_blocks, layout)
+    tokens = other * (spec.offset.token_set // 4)
+    clear(ctx.region(spec.offset.token_arrivals, gl.int32) + tokens, used_tokens, layout)
+
+
+@gluon.jit
+def route(ctx, layout: gl.constexpr):
+    """Append each (token, slot) of this program's share to its owner's list for that expert."""
+    spec: gl.constexpr = ctx.spec
+    i = gl.arange(0, CHUNK, layout=layout)
+    entries = ctx.tokens * spec.topk
+    topk_idx = ctx.region(spec.offset.topk_idx, gl.int32)
+    send_counts = ctx.region(spec.offset.send_counts, gl.int32) + ctx.counter_set * spec.experts
+    for start in range(gl.program_id(0) * CHUNK, entries, gl.num_programs(0) * CHUNK):
+        entry = start + i
+        expert = gl.load(topk_idx + entry, mask=entry < entries, other=-1)
+        bad = (expert < -1) | (expert >= spec.experts)
+        report(ctx.status() + entry * 0, PHASE_BAD_EXPERT, entry, expert, bad.to(gl.int32))
+        routed = (expert >= 0) & (expert < spec.experts)
+        expert = gl.where(routed, expert, 0)
+        position = gl.atomic_add(send_counts + expert, entry * 0 + 1, mask=routed, sem="relaxed", scope="gpu")
+        owner = expert // spec.experts_per_rank
+        lists = ctx.peer_region(owner, spec.offset.routes, gl.int32)
+        row = ctx.rank * spec.experts_per_rank + expert % spec.experts_per_rank
+        gl.store(lists + row.to(gl.int64) * (spec.capacity * spec.topk) + position, entry, mask=routed)
+
+
+@gluon.jit
+def publish_counts(ctx, layout: gl.constexpr):
+    """Write this rank's counts to their owners, then raise its flag there.  Runs in one program of the rank."""
+    spec: gl.constexpr = ctx.spec
+    e = gl.arange(0, spec.all_expert_lanes, layout=layout)
+    exists = e < spec.experts
+    expert = gl.where(exists, e, 0)
+    send_counts = ctx.region(spec.offset.send_counts, gl.int32) + ctx.counter_set * spec.experts
+    count = gl.load(send_counts + expert, mask=exists, other=0, cache_modifier=".cg")
+    owner = expert // spec.experts_per_rank
+    theirs = ctx.peer_region(owner, spec.offset.recv_counts, gl.int32)
+    row = ctx.counter_set * spec.ranks + ctx.rank
+    gl.store(theirs + row * spec.experts_per_rank + expert % spec.experts_per_rank, count, mask=exists)
+    control = ctx.region(spec.offset.control, gl.int32)
+    gl.store(control + CONTROL_COUNTED, 0)
+    gl.store(control + CONTROL_EPOCH, ctx.epoch)
+    gl.store(control + CONTROL_USED_TOKENS + ctx.counter_set, ctx.tokens)
+    r = gl.arange(0, CHUNK, layout=layout)
+    peer = gl.where(r < spec.ranks, r, 0)
+    flags = ctx.peer_region(peer, spec.offset.counts_ready, gl.int32) + ctx.rank
+    set_peers(flags, r * 0 + ctx.epoch, r < spec.ranks)
+
+
+@gluon.jit
+def find_rows(row, rows, first, BLOCK_M: gl.constexpr, LANES: gl.constexpr, layout: gl.constexpr):
+    """For rows counted over all experts: (local expert, index within the expert, pool block, rows of the expert)."""
+    lanes: gl.constexpr = gl.SliceLayout(0, layout)
+    expert_rows = gl.convert_layout(rows, lanes)[None, :]
+    expert_first = gl.convert_layout(first, lanes)[None, :]
+    e = gl.arange(0, LANES, layout=lanes)[None, :]
+    ends = gl.associative_scan(expert_rows, 1, add_rows)
+    inside = (row[:, None] >= ends - expert_rows) & (row[:, None] < ends)
+    expert = gl.sum(gl.where(inside, e, 0), 1)
+    index = gl.sum(gl.where(inside, row[:, None] - (ends - expert_rows), 0), 1)
+    block = gl.sum(gl.where(inside, expert_first, 0), 1) + index // BLOCK_M
+    count = gl.sum(gl.where(inside, expert_rows, 0), 1)
+    return expert, index, block, count
+
+
+@gluon.jit
+def add_rows(a, b):
+    return a + b
+
+
+@gluon.jit
+def find_sources(ctx, expert, index):
+    """Source rank of each row, and its place in that rank's list for the expert."""
+    spec: gl.constexpr = ctx.spec
+    RANKS: gl.constexpr = spec.ranks
+    counts = recv_counts(ctx)
+    source = expert * 0
+    place = expert * 0
+    base = expert * 0
+    for step in gl.static_range(RANKS):
+        r = (ctx.rank + step) % spec.ranks
+        count = gl.load(counts + r * spec.experts_per_rank + expert, cache_modifier=".cg")
+        here = (index >= base) & (index < base + count)
+        source = gl.where(here, r, source)
+        place = gl.where(here, index - base, place)
+        base += count
+    return source, place
+
+
+@gluon.jit
+def pull(ctx, rows, first, blocks):
+    """Fetch this program's share of the rows into the pool."""
+    spec: gl.constexpr = ctx.spec
+    n: gl.constexpr = spec.pull_rows
+    warps: gl.constexpr = gl.num_warps()
+    # rows x experts, to look rows up
+    find: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    each: gl.constexpr = gl.SliceLayout(1, find)
+    total = gl.sum(rows, 0)
+    arrived = ctx.block_counters(spec.offset.arrived)
+    l2_done = ctx.block_counters(spec.offset.l2_done)
+    l2_signals: gl.constexpr = spec.l2_tiles * spec.math_partitions
+    routes = ctx.region(spec.offset.routes, gl.int32)
+    weights = ctx.region(spec.offset.pool_weight, gl.float32)
+    origins = ctx.region(spec.offset.pool_origin, gl.int64)
+    inexact = 0
+    for unit in range(gl.program_id(0), (total + (n - 1)) // n, gl.num_programs(0)):
+        row = unit * n + gl.arange(0, n, layout=each)
+        real = row < total
+        row = gl.minimum(row, total - 1)
+        expert, index, block, count = find_rows(row, rows, first, spec.block_m, spec.expert_lanes, find)
+        source, place = find_sources(ctx, expert, index)
+        list_row = (source * spec.experts_per_rank + expert).to(gl.int64)
+        entry = gl.load(routes + list_row * (spec.capacity * spec.topk) + place, cache_modifier=".cg")
+        entry = gl.minimum(gl.maximum(entry, 0), spec.capacity * spec.topk - 1)
+        if blocks > spec.ring_blocks:
+            before = gl.maximum(block - spec.ring_blocks, 0)
+            wanted = gl.where(block >= spec.ring_blocks, l2_signals, 0)
+            wait_gpu(l2_done + before, wanted, ctx.status() + before * 0, PHASE_SLOT, before, spec.timeout_ns)
+        pool_row = (block % spec.ring_blocks) * spec.block_m + index % spec.block_m
+        weight = gl.load(ctx.peer_region(source, spec.offset.topk_weights, gl.float32) + entry, mask=real, other=0.0)
+        gl.store(weights + pool_row, weight, mask=real)
+        gl.store(origins + pool_row, source.to(gl.int64) * (1 << 32) + entry, mask=real)
+        token = entry // spec.topk
+        if spec.x_scales == "ue8m0_32":
+            inexact += pull_rebased(ctx, source, token, pool_row, real)
+        else:
+            pull_scales(ctx, source, token, pool_row, real)
+            pull_bytes(ctx, source, token, pool_row, real)
+        # the last row of an expert also brings the padding of its block
+        padding = gl.where(index == count - 1, (spec.block_m - count % spec.block_m) % spec.block_m, 0)
+        signal_rows(arrived + block, 1 + padding, real)
+    if spec.x_scales == "ue8m0_32":
+        control = ctx.region(spec.offset.control, gl.int32)
+        gl.atomic_add(control + CONTROL_INEXACT, inexact, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def pull_bytes(ctx, source, token, pool_row, real):
+    """Copy rows as they are, in 4-byte words."""
+    spec: gl.constexpr = ctx.spec
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+    line: gl.constexpr = gl.SliceLayout(1, layout)
+    words: gl.constexpr = spec.padded_hidden * spec.x_bytes // 4
+    width: gl.constexpr = min(PULL_BYTES // 4, 128 if words % 512 else 512)
+    src = ctx.peer_region(gl.convert_layout(source, line), spec.offset.x, gl.int32)
+    src = src + gl.convert_layout(token, line).to(gl.int64) * words
+    dst = ctx.region(spec.offset.pool_x, gl.int32) + gl.convert_layout(pool_row, line).to(gl.int64) * words
+    src = gl.multiple_of(src, 16)
+    dst = gl.multiple_of(dst, 16)
+    copy = gl.convert_layout(real, line)[:, None]
+    w = gl.arange(0, width, layout=gl.SliceLayout(0, layout))[None, :]
+    for start in range(0, words, width):
+        data = gl.load(src[:, None] + (start + w), mask=copy, other=0)
+        gl.store(dst[:, None] + (start + w), data, mask=copy)
+
+
+@gluon.jit
+def pull_scales(ctx, source, token, pool_row, real):
+    """Copy the scales of rows: one a token, or one a block of 128, which the pool keeps block by block."""
+    spec: gl.constexpr = ctx.spec
+    pool = ctx.region(spec.offset.pool_x_scale, gl.float32)
+    scales = ctx.peer_region(source, spec.offset.x_scale, gl.float32)
+    if spec.x_scales == "token":
+        gl.store(pool + pool_row, gl.load(scales + token, mask=real, other=0.0), mask=real)
+    if spec.x_scales == "block128":
+        blocks: gl.constexpr = spec.padded_hidden // 128
+        for b in range(blocks):
+            scale = gl.load(scales + token.to(gl.int64) * blocks + b, mask=real, other=0.0)
+            gl.store(pool + b * spec.ring_rows + pool_row, scale, mask=real)
+
+
+@gluon.jit
+def pull_rebased(ctx, source, token, pool_row, real):
+    """Copy e4m3 rows with UE8M0 scales per 32, rebased to one power-of-two scale a token.
+
+    Returns how many values this changed: those more than 2^14 below the token's largest can lose bits.
+    """
+    spec: gl.constexpr = ctx.spec
+    N: gl.constexpr = spec.pull_rows
+    warps: gl.constexpr = gl.num_warps()
+    groups: gl.constexpr = spec.padded_hidden // 32
+    width: gl.constexpr = 16 if groups % 64 else 64
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 16, 2], [warps, 1, 1], [2, 1, 0])
+    tile: gl.constexpr = gl.SliceLayout(2, layout)  # rows x groups
+    line: gl.constexpr = gl.SliceLayout(1, tile)
+    copy = gl.convert_layout(real, line)[:, None]
+    peer = gl.convert_layout(source, line)
+    source_row = gl.convert_layout(token, line).to(gl.int64)
+    target_row = gl.convert_layout(pool_row, line)
+    codes = ctx.peer_region(peer, spec.offset.x_scale, gl.uint8) + source_row * groups
+    src = ctx.peer_region(peer, spec.offset.x, gl.float8e4nv) + source_row * spec.padded_hidden
+    dst = ctx.region(spec.offset.pool_x, gl.float8e4nv) + target_row.to(gl.int64) * spec.padded_hidden
+    src = gl.multiple_of(src, 16)[:, None]
+    dst = gl.multiple_of(dst, 16)[:, None]
+    g = gl.arange(0, width, layout=gl.SliceLayout(0, tile))[None, :]
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    top = gl.zeros((N, ), gl.int32, line)
+    for start in range(0, groups, width):
+        code = gl.load(codes[:, None] + (start + g), mask=copy, other=0).to(gl.int32)
+        top = gl.maximum(top, gl.max(code, 1))
+    changed = gl.zeros((N, ), gl.int32, line)
+    for start in range(0, groups, width):
+        code = gl.load(codes[:, None] + (start + g), mask=copy, other=0).to(gl.int32)
+        shift = gl.maximum(code - top[:, None] + 127, 0)
+        factor = (shift << 23).to(gl.float32, bitcast=True)[:, :, None]
+        offset = ((start + g) * 32)[:, :, None] + column
+        value = gl.load(src[:, :, None] + offset, mask=copy[:, :, None], other=0.0).to(gl.float32) * factor
+        rounded = value.to(gl.float8e4nv)
+        gl.store(dst[:, :, None] + offset, rounded, mask=copy[:, :, None])
+        changed += gl.sum(gl.sum((rounded.to(gl.float32) != value).to(gl.int32), 2), 1)
+    # 2^(code - 127); code 0 is the subnormal 2^-127, code 255 is NaN
+    scale = gl.where(top == 0, 1 << 22, gl.where(top == 255, 0x7FC00000, top << 23)).to(gl.float32, bitcast=True)
+    pool = ctx.region(spec.offset.pool_x_scale, gl.float32)
+    gl.store(pool + target_row, scale, mask=gl.convert_layout(real, line))
+    return gl.sum(changed, 0)
+
+
+@gluon.jit
+def dispatch_role(ctx):
+    """Four warps: clear, route, publish, pull."""
+    spec: gl.constexpr = ctx.spec
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    clear_other_set(ctx, layout)
+    route(ctx, layout)
+    control = ctx.region(spec.offset.control, gl.int32)
+    if arrive_last(control + CONTROL_COUNTED, gl.num_programs(0) - 1):
+        publish_counts(ctx, layout)
+    rows = rows_of_experts(ctx, layout)
+    first, blocks = first_blocks(rows, spec.block_m)
+    if gl.program_id(0) == 0:
+        gl.store(control + CONTROL_USED_BLOCKS + ctx.counter_set, blocks)
+    pull(ctx, rows, first, blocks)

@@ -1,0 +1,122 @@
+"""The mega-kernel: one launch a forward.
+
+    default partition      math 0
+    workers                math 1 .. n-1 | dispatch, then combine | load weights | load tokens | schedule
+
+`spec.phases` cuts the same roles into the launches of the unfused chain; "fused" runs them all.
+"""
+
+from megamoe.kernel.activation import power_of_two_scale, swiglu
+from megamoe.kernel.combine import combine_role
+from megamoe.kernel.compat import cta_barrier, fence_async_shared, gl, gluon
+from megamoe.kernel.context import Context, allocate_rings
+from megamoe.kernel.dispatch import CONTROL_EPOCH, dispatch_role
+from megamoe.kernel.linear import H_GROUP, math_role
+from megamoe.kernel.load import load_tokens_role, load_weights_role
+from megamoe.kernel.schedule import block_owner, first_blocks, rows_of_experts, schedule_role
+
+
+@gluon.jit
+def communicate_role(ctx):
+    """Four warps: dispatch at the start, combine at the end, while the math runs in between."""
+    spec: gl.constexpr = ctx.spec
+    if (spec.phases == "fused") | (spec.phases == "dispatch"):
+        dispatch_role(ctx)
+    if (spec.phases == "fused") | (spec.phases == "combine"):
+        combine_role(ctx)
+
+
+@gluon.jit
+def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale,
+                 w1_offset, w2_offset):  # fmt: skip
+    """The call's number comes from the buffer, so that a captured launch can be replayed."""
+    control = (buffer + spec.offset.control).to(gl.pointer_type(gl.int32), bitcast=True)
+    epoch = gl.load(control + CONTROL_EPOCH)
+    if (spec.phases == "fused") | (spec.phases == "dispatch"):
+        # the launches of the chain after dispatch belong to the call that dispatch has begun
+        epoch += 1
+    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1, w2, pool_x, pool_h,
+                   w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["rank", "tokens"])
+def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset, w2_offset,
+               spec: gl.constexpr):  # fmt: skip
+    """Arguments as in :class:`~megamoe.kernel.context.Context`."""
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
+                       w2_offset)  # fmt: skip
+    rings = allocate_rings(ctx)
+    fence_async_shared()
+    cta_barrier()
+    math: gl.constexpr = spec.math_registers
+    load: gl.constexpr = spec.load_registers
+    if spec.math_partitions == 4:
+        gl.warp_specialize([
+            (math_role, (ctx, rings, 0)),
+            (math_role, (ctx, rings, 1)),
+            (math_role, (ctx, rings, 2)),
+            (math_role, (ctx, rings, 3)),
+            (communicate_role, (ctx, )),
+            (load_weights_role, (ctx, rings)),
+            (load_tokens_role, (ctx, rings)),
+            (schedule_role, (ctx, rings)),
+        ], [4, 4, 4, 4, 1, 1, 1], [math, math, math, spec.dispatch_registers, load, load, load])
+    else:
+        gl.warp_specialize([
+            (math_role, (ctx, rings, 0)),
+            (math_role, (ctx, rings, 1)),
+            (communicate_role, (ctx, )),
+            (load_weights_role, (ctx, rings)),
+            (load_tokens_role, (ctx, rings)),
+            (schedule_role, (ctx, rings)),
+        ], [4, 4, 1, 1, 1], [math, spec.dispatch_registers, load, load, load])
+
+
+@gluon.jit(do_not_specialize=["rank", "tokens"])
+def communicate_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
+                       w2_offset, spec: gl.constexpr):  # fmt: skip
+    """Chain only: dispatch, or combine, alone in a launch."""
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
+                       w2_offset)  # fmt: skip
+    communicate_role(ctx)
+
+
+@gluon.jit(do_not_specialize=["rank", "tokens"])
+def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
+                      w2_offset, spec: gl.constexpr):  # fmt: skip
+    """Chain only: SwiGLU and quantisation of the stored L1 accumulators, 16 pool rows by one scale group at a time."""
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
+                       w2_offset)  # fmt: skip
+    warps: gl.constexpr = gl.num_warps()
+    experts: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+    rows = rows_of_experts(ctx, experts)
+    first, blocks = first_blocks(rows, spec.block_m)
+    groups: gl.constexpr = spec.padded_intermediate // H_GROUP
+    parts: gl.constexpr = spec.block_m // 16
+    r = gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, H_GROUP, layout=gl.SliceLayout(0, layout))
+    acc = ctx.region(spec.offset.l1_acc, gl.float32)
+    weights = ctx.region(spec.offset.pool_weight, gl.float32)
+    for unit in range(gl.program_id(0), blocks * parts * groups, gl.num_programs(0)):
+        group = unit % groups
+        part = unit // groups
+        expert, valid = block_owner(part // parts, rows, first, spec.block_m, experts, spec.expert_lanes)
+        row = part * 16 + r
+        real = (part % parts) * 16 + r < valid
+        column = group * H_GROUP + c
+        source = acc + row.to(gl.int64)[:, None] * (2 * spec.padded_intermediate)
+        source += (16 * (column // 8) + column % 8)[None, :]
+        gate = gl.load(source, mask=real[:, None], other=0.0)
+        up = gl.load(source + 8, mask=real[:, None], other=0.0)
+        weight = gl.load(weights + row, mask=real, other=0.0)
+        out = swiglu(gate, up, weight[:, None], spec.clamp)
+        target = row.to(gl.int64)[:, None] * spec.padded_intermediate + column[None, :]
+        if spec.recipe == "bf16":
+            gl.store(ctx.region(spec.offset.pool_h, gl.bfloat16) + target, out.to(gl.bfloat16), mask=real[:, None])
+        else:
+            scale, inverse = power_of_two_scale(gl.max(gl.maximum(out, -out), 1))
+            quantised = (out * inverse[:, None]).to(gl.float8e4nv)
+            gl.store(ctx.region(spec.offset.pool_h, gl.float8e4nv) + target, quantised, mask=real[:, None])
+            scales = ctx.region(spec.offset.pool_h_scale, gl.float32)
+            gl.store(scales + group * spec.ring_rows + row, scale, mask=real)

@@ -1,0 +1,242 @@
+"""Launching the kernel: on the interpreter for simulated ranks, or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.config import MoEConfig
+from megamoe.kernel import compat, mega
+from megamoe.plan import ITEMSIZE, KernelSpec, Plan, TilePolicy
+from megamoe.symmetric import SymmetricBuffer
+from megamoe.weights import KernelWeights
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of a forward: which kernel, and which part of the forward it does."""
+
+    kernel: str
+    phases: str
+
+
+FUSED = (Launch("moe_kernel", "fused"),)
+CHAIN = (
+    Launch("communicate_kernel", "dispatch"),
+    Launch("moe_kernel", "linear1"),
+    Launch("activation_kernel", "activation"),
+    Launch("moe_kernel", "linear2"),
+    Launch("communicate_kernel", "combine"),
+)
+
+
+# floating-point fusion named: its default differs between Triton versions, and with it the bits
+OPTIONS = {"num_warps": 4, "launch_cooperative_grid": True, "enable_fp_fusion": True}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A TMA descriptor to be made: a row-major matrix and the box of one copy."""
+
+    rows: int
+    columns: int
+    dtype: str
+    box: tuple[int, int]
+
+
+def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
+    """The four matrices that TMA reads, by kernel argument."""
+    w_dtype = {"bf16": "bfloat16", "mxfp4": "int8"}.get(config.recipe, "float8e4nv")
+    x_dtype = "bfloat16" if config.recipe == "bf16" else "float8e4nv"
+    packed = 2 if config.recipe == "mxfp4" else 1
+    experts, hidden, intermediate = config.experts_per_rank, config.padded_hidden, config.padded_intermediate
+    w_box = (spec.block_n, spec.block_k // packed)
+    x_box = (spec.block_m, spec.block_k)
+    return {
+        "w1": Tile(experts * 2 * intermediate, hidden // packed, w_dtype, w_box),
+        "w2": Tile(experts * hidden, intermediate // packed, w_dtype, w_box),
+        "pool_x": Tile(spec.ring_rows, hidden, x_dtype, x_box),
+        "pool_h": Tile(spec.ring_rows, intermediate, x_dtype, x_box),
+    }
+
+
+class InterpreterBackend:
+    """Every rank in this process, on the CPU; each rank's buffer is ordinary memory the others can address."""
+
+    name = "interpreter"
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        weights: Sequence[KernelWeights],
+        seed: int = 0,
+        expire_deadlines: bool = False,
+    ) -> None:
+        from megamoe.interpreter import Machine
+
+        self.plan = plan
+        config = plan.config
+        self.machine = Machine(ranks=config.ranks, seed=seed, expire_deadlines=expire_deadlines)
+        self.buffers = [SymmetricBuffer.allocate(plan=plan) for _ in range(config.ranks)]
+        self.y = [torch.zeros(config.capacity, config.hidden, dtype=torch.bfloat16) for _ in range(config.ranks)]
+        m = self.machine
+        self._buffer = [m.register(r, b.memory, name="buffer") for r, b in enumerate(self.buffers)]
+        self._y = [m.register(r, y.view(torch.int16), name="y") for r, y in enumerate(self.y)]
+        for registered in self._buffer:
+            for region in plan.regions:
+                if region.nbytes:
+                    m.label(registered, region.offset, region.nbytes, region.name, ITEMSIZE[region.dtype])
+        base = [registered.address for registered in self._buffer]
+        distance = [torch.tensor([b - base[r] for b in base], dtype=torch.int64) for r in range(config.ranks)]
+        self._peers = [m.register(r, d, name="peers") for r, d in enumerate(distance)]
+        self._weights = [self._register(r, w) for r, w in enumerate(weights)]
+
+    def _register(self, rank: int, weights: KernelWeights) -> dict[str, object]:
+        """The interpreter knows NumPy's dtypes: pass the bytes, the descriptor names the type."""
+        return {
+            name: self.machine.register(rank, tensor.contiguous().view(torch.uint8), name=name)
+            for name, tensor in weights.tensors.items()
+        }
+
+    def run(
+        self, launches: Sequence[Launch], policies: Sequence[TilePolicy], tokens: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run the launches on every rank; ranks may drift apart.  Returns y [tokens, hidden] for each rank."""
+        for rank, buffer in enumerate(self.buffers):
+            self._poison(rank, buffer)
+        for rank, policy in enumerate(policies):
+            for launch in launches:
+                spec = self.plan.spec(policy, launch.phases)
+                self.machine.enqueue(
+                    rank,
+                    getattr(mega, launch.kernel),
+                    grid=self.plan.programs,
+                    args=self._arguments(rank, spec, tokens[rank]),
+                    kwargs={"spec": spec},
+                    num_warps=4,
+                )
+        self.machine.run()
+        return [y[:n].clone() for y, n in zip(self.y, tokens, strict=True)]
+
+    def _poison(self, rank: int, buffer: SymmetricBuffer) -> None:
+        self.y[rank].fill_(float("nan"))
+        for region in buffer.poison():
+            # scales of padding rows are read (and their columns thrown away): NaN, but not a fault
+            if not region.name.endswith("_scale"):
+                self.machine.mark_unwritten(self._buffer[rank], region.offset, region.nbytes)
+
+    def _arguments(self, rank: int, spec: KernelSpec, tokens: int) -> list[object]:
+        m, buffer, weights = self.machine, self._buffer[rank], self._weights[rank]
+        where = {
+            "w1": (weights["w1"], 0),
+            "w2": (weights["w2"], 0),
+            "pool_x": (buffer, spec.offset.pool_x),
+            "pool_h": (buffer, spec.offset.pool_h),
+        }
+        descriptors = [
+            m.descriptor(*where[name], shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box))
+            for name, t in tiles(self.plan.config, spec).items()
+        ]
+        scales = [
+            m.pointer(weights[name], dtype=dtype) if name in weights else m.pointer(buffer, dtype=dtype)
+            for name, dtype in (
+                ("w1_scale", "float32"),
+                ("w2_scale", "float32"),
+                ("w1_offset", "int32"),
+                ("w2_offset", "int32"),
+            )
+        ]
+        return [
+            m.pointer(buffer, dtype="int8"),
+            m.pointer(self._peers[rank], dtype="int64"),
+            rank,
+            tokens,
+            m.pointer(self._y[rank], dtype="bfloat16"),
+            *descriptors,
+            *scales,
+        ]
+
+
+class GluonBackend:
+    """Compiled, on this process's GPU.
+
+    One rank has the whole GPU.  Several ranks are simulated on it: each gets its share of the SMs, a stream and a
+    buffer of its own, and runs at the same time as the others.
+    """
+
+    name = "gluon"
+
+    def __init__(self, *, plan: Plan, weights: Sequence[KernelWeights], device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+        ranks, config = range(plan.config.ranks), plan.config
+        self.buffers = [SymmetricBuffer.allocate(plan=plan, device=str(device)) for _ in ranks]
+        self.y = [torch.empty(config.capacity, config.hidden, dtype=torch.bfloat16, device=device) for _ in ranks]
+        base = [buffer.memory.data_ptr() for buffer in self.buffers]
+        self._peers = [torch.tensor([b - mine for b in base], dtype=torch.int64, device=device) for mine in base]
+        self._weights = [{name: tensor.to(device) for name, tensor in w.tensors.items()} for w in weights]
+        self._streams = [torch.cuda.Stream(device) for _ in ranks] if len(ranks) > 1 else []
+        self._arguments: dict[tuple[int, KernelSpec], list[object]] = {}
+        self._compiled: set[KernelSpec] = set()
+
+    def run(
+        self, launches: Sequence[Launch], policies: Sequence[TilePolicy], tokens: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """As :meth:`InterpreterBackend.run`; does not wait for the device."""
+        specs = [[self.plan.spec(policy, launch.phases) for launch in launches] for policy in policies]
+        for rank_specs in specs:
+            for launch, spec in zip(launches, rank_specs, strict=True):
+                self._compile(launch, spec)
+        current = torch.cuda.current_stream(self.device)
+        for rank, rank_specs in enumerate(specs):
+            stream = self._streams[rank] if self._streams else current
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for launch, spec in zip(launches, rank_specs, strict=True):
+                    self._launch(rank, launch, spec, tokens[rank])
+        for stream in self._streams:
+            current.wait_stream(stream)
+        return [y[:n] for y, n in zip(self.y, tokens, strict=True)]
+
+    def _compile(self, launch: Launch, spec: KernelSpec) -> None:
+        """Compile before anything is launched: a rank that compiles while its peers wait would look missing."""
+        if spec not in self._compiled:
+            arguments = self._kernel_arguments(0, spec, 0)
+            getattr(mega, launch.kernel).warmup(*arguments, grid=(self.plan.programs,), **OPTIONS)
+            self._compiled.add(spec)
+
+    def _launch(self, rank: int, launch: Launch, spec: KernelSpec, tokens: int) -> None:
+        arguments = self._kernel_arguments(rank, spec, tokens)
+        getattr(mega, launch.kernel)[(self.plan.programs,)](*arguments, **OPTIONS)
+
+    def _kernel_arguments(self, rank: int, spec: KernelSpec, tokens: int) -> list[object]:
+        key = (rank, spec)
+        if key not in self._arguments:
+            self._arguments[key] = self._make_arguments(rank, spec)
+        buffer, peers, *rest = self._arguments[key]
+        return [buffer, peers, rank, tokens, self.y[rank], *rest, spec]
+
+    def _make_arguments(self, rank: int, spec: KernelSpec) -> list[object]:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        buffer, weights = self.buffers[rank], self._weights[rank]
+        matrices = {
+            "w1": weights["w1"],
+            "w2": weights["w2"],
+            "pool_x": buffer.view("pool_x"),
+            "pool_h": buffer.view("pool_h"),
+        }
+        descriptors = []
+        for name, t in tiles(self.plan.config, spec).items():
+            matrix = matrices[name][: t.rows]
+            if t.dtype == "int8":
+                matrix = matrix.view(torch.int8)
+            layout = compat.gl.NVMMASharedLayout.get_default_for(list(t.box), getattr(compat.gl, t.dtype))
+            descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), layout))
+        unused = torch.zeros(4, dtype=torch.float32, device=self.device)
+        scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
+        offsets = [weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")]
+        return [buffer.memory.view(torch.int8), self._peers[rank], *descriptors, *scales, *offsets]

@@ -1,0 +1,354 @@
+"""The plan of one forward: symmetric buffer regions, tile policy, ring size, kernel constants.
+
+Pure functions of a :class:`~megamoe.config.MoEConfig`; nothing is allocated and no device is asked.  Every byte of
+the buffer is in one table (:attr:`Plan.regions`); the kernel gets its offsets from :meth:`Plan.spec`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from megamoe.config import MoEConfig
+
+H_GROUP = 64  # intermediate columns under one scale of the L1 output
+K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
+BLOCK_MS = (16, 32, 64, 128)
+SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next
+ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
+SMS_H200 = 132
+SHARED_BYTES = 232_448  # shared memory one CTA can have on sm_90
+SHARED_SCRATCH = 38_912  # left to the compiler for layout conversions and reductions
+
+ITEMSIZE = {"int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float8e4nv": 1}
+
+# int32 words of the `control` region, one 128-byte line each so that no two flags share a line
+CONTROL = {"epoch": 0, "counted": 32, "used_tokens": 64, "used_blocks": 96, "inexact": 128}
+CONTROL_WORDS = 160
+# int32 words of the `status` region: [0] claimed, [1] abort, then the report of the first wait that expired
+STATUS_WORDS = 32
+
+
+@dataclass(frozen=True)
+class Region:
+    """One named array of the symmetric buffer."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    writer: str
+    reader: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class TilePolicy:
+    """How the matrix products are cut.
+
+    A tile is ``block_n`` weight rows (the M side of WGMMA) by ``block_m`` tokens (its N side); ``math_partitions``
+    warpgroups own 64 weight rows each.  ``block_k`` columns of K travel in one stage.
+    """
+
+    block_m: int
+    math_partitions: int
+    block_k: int
+    stages: int
+    math_registers: int
+    dispatch_registers: int
+    load_registers: int
+    pull_rows: int
+
+    @property
+    def block_n(self) -> int:
+        return 64 * self.math_partitions
+
+    @property
+    def family(self) -> str:
+        return "decode" if self.math_partitions == 4 else "prefill"
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything the kernel is specialised on; hashable, the cache key of a compilation."""
+
+    recipe: str
+    x_scales: str
+    ranks: int
+    experts: int
+    experts_per_rank: int
+    topk: int
+    hidden: int
+    padded_hidden: int
+    padded_intermediate: int
+    capacity: int
+    clamp: float  # 0 for none
+    timeout_ns: int
+    # tiles
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    math_partitions: int
+    pull_rows: int
+    math_registers: int
+    dispatch_registers: int
+    load_registers: int
+    # schedule
+    ring_blocks: int
+    lag: int
+    phases: str  # "fused", or one launch of the chain: "dispatch", "linear1", "linear2", "combine"
+    # byte offsets of the regions
+    offset: Offsets
+
+    @property
+    def weight_bits(self) -> int:
+        return {"bf16": 16, "mxfp4": 4}.get(self.recipe, 8)
+
+    @property
+    def x_bytes(self) -> int:
+        return 2 if self.recipe == "bf16" else 1
+
+    @property
+    def stage_bytes_w(self) -> int:
+        return self.block_n * self.block_k * self.weight_bits // 8
+
+    @property
+    def stage_bytes_x(self) -> int:
+        return self.block_m * self.block_k * self.x_bytes
+
+    @property
+    def l1_tiles(self) -> int:
+        return 2 * self.padded_intermediate // self.block_n
+
+    @property
+    def l2_tiles(self) -> int:
+        return self.padded_hidden // self.block_n
+
+    @property
+    def ring_rows(self) -> int:
+        return self.ring_blocks * self.block_m
+
+    @property
+    def expert_lanes(self) -> int:
+        """Local experts, padded to a power of two of at least a warp."""
+        return max(32, power_of_two(self.experts_per_rank))
+
+    @property
+    def all_expert_lanes(self) -> int:
+        return max(128, power_of_two(self.experts))
+
+    @property
+    def rank_lanes(self) -> int:
+        return max(32, power_of_two(self.ranks))
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Byte offset of each region in the symmetric buffer, by the region's name."""
+
+    status: int
+    control: int
+    counts_ready: int
+    recv_counts: int
+    send_counts: int
+    arrived: int
+    l1_done: int
+    l2_done: int
+    token_arrivals: int
+    topk_idx: int
+    topk_weights: int
+    x: int
+    x_scale: int
+    routes: int
+    pool_x: int
+    pool_x_scale: int
+    pool_weight: int
+    pool_origin: int
+    pool_h: int
+    pool_h_scale: int
+    partials: int
+    l1_acc: int
+    # strides between the two counter sets, bytes
+    block_set: int
+    token_set: int
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def align_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def max_blocks(config: MoEConfig, block_m: int) -> int:
+    """Pool blocks one rank can need, whatever the routing: every row of every rank may come here."""
+    rows = config.ranks * config.capacity * config.topk
+    return min(rows, rows // block_m + config.experts_per_rank)
+
+
+def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
+    """Tiles for the live rows of an average expert: decode keeps token columns few, prefill makes them wide.
+
+    Results do not depend on the choice: the order of K and the promotion step are the same in every tile.
+    """
+    block_m = config.block_m
+    if block_m is None:
+        block_m = next((b for b in BLOCK_MS if tokens_per_expert <= b), BLOCK_MS[-1])
+    decode = block_m <= 32
+    math_partitions = 4 if decode else 2
+    block_k = {"bf16": 64, "mxfp4": 256}.get(config.recipe, 128)
+    weight_bytes, x_bytes = {"bf16": (2.0, 2), "mxfp4": (0.5, 1)}.get(config.recipe, (1.0, 1))
+    stage = int(64 * math_partitions * block_k * weight_bytes) + block_m * block_k * x_bytes
+    stages = min(6, (SHARED_BYTES - SHARED_SCRATCH) // stage)
+    # per thread: over the warpgroups they add up to what the launch has (6 x 80 in decode, 4 x 128 in prefill)
+    registers = (96, 56, 40) if decode else (208, 56, 40)
+    return TilePolicy(block_m, math_partitions, block_k, stages, *registers, pull_rows=4 if decode else 8)
+
+
+def l1_tiles(config: MoEConfig, policy: TilePolicy) -> int:
+    return 2 * config.padded_intermediate // policy.block_n
+
+
+def l2_tiles(config: MoEConfig, policy: TilePolicy) -> int:
+    return config.padded_hidden // policy.block_n
+
+
+def lag_blocks(config: MoEConfig, policy: TilePolicy, programs: int) -> int:
+    """Blocks by which L2 trails L1: two waves of L1 tiles, so that an L1 block is finished when L2 asks for it."""
+    return ceil_div(2 * programs, l1_tiles(config, policy)) + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and constants for one configuration on a GPU of ``programs`` SMs.
+
+    ``chain=True`` plans for the unfused chain: the pool holds every block at once and the raw L1 accumulators too.
+    """
+
+    config: MoEConfig
+    programs: int = SMS_H200
+    chain: bool = False
+
+    def ring_blocks(self, block_m: int) -> int:
+        """Blocks alive at once: those L2 trails by, the one in L1, and as many pulled ahead of it."""
+        blocks = max_blocks(self.config, block_m)
+        if self.chain:
+            return max(1, blocks)
+        lag = lag_blocks(self.config, self._policy(block_m), self.programs)
+        ahead = max(2, 2048 // block_m)
+        return max(1, min(blocks, lag + 1 + ahead))
+
+    def _policy(self, block_m: int) -> TilePolicy:
+        return tile_policy(self.config, block_m)
+
+    @cached_property
+    def ring_rows(self) -> int:
+        sizes = (self.config.block_m,) if self.config.block_m else BLOCK_MS
+        return max(self.ring_blocks(b) * b for b in sizes)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        c = self.config
+        t, k, rows = c.capacity, c.topk, self.ring_rows
+        hp, ip = c.padded_hidden, c.padded_intermediate
+        blocks = align_up(max_blocks(c, min(BLOCK_MS)), 32)
+        wire = "bfloat16" if c.recipe == "bf16" else "float8e4nv"
+        scale = {
+            "none": ((0,), "float32"),
+            "token": ((t,), "float32"),
+            "ue8m0_32": ((t, hp // 32), "uint8"),
+            "block128": ((t, hp // 128), "float32"),
+        }[c.x_scales]
+        pool_scale = {"none": (0,), "block128": (hp // 128, rows)}.get(c.x_scales, (rows,))
+        h_scale = (0,) if c.recipe == "bf16" else (ip // H_GROUP, rows)
+        acc = (rows, 2 * ip) if self.chain else (0,)
+        table = [
+            # name, shape, dtype, writer, reader
+            ("status", (STATUS_WORDS,), "int32", "a wait that expired", "host; every wait"),
+            ("control", (CONTROL_WORDS,), "int32", "dispatch", "every role of the next launch"),
+            ("counts_ready", (align_up(c.ranks, 32),), "int32", "dispatch of every rank", "schedule, dispatch"),
+            ("recv_counts", (SETS, c.ranks, c.experts_per_rank), "int32", "dispatch of every rank", "schedule, dispatch"),
+            ("send_counts", (SETS, c.experts), "int32", "dispatch", "dispatch"),
+            ("arrived", (SETS, blocks), "int32", "dispatch", "load tokens"),
+            ("l1_done", (SETS, blocks), "int32", "math (L1)", "load tokens"),
+            ("l2_done", (SETS, blocks), "int32", "math (L2)", "dispatch; math (L2)"),
+            ("token_arrivals", (SETS, align_up(t, 32)), "int32", "math (L2) of every rank", "combine"),
+            ("topk_idx", (t, k), "int32", "caller", "dispatch, combine"),
+            ("topk_weights", (t, k), "float32", "caller", "dispatch of every rank"),
+            ("x", (t, hp), wire, "caller", "dispatch of every rank"),
+            ("x_scale", *scale, "caller", "dispatch of every rank"),
+            ("routes", (c.ranks, c.experts_per_rank, t * k), "int32", "dispatch of every rank", "dispatch"),
+            ("pool_x", (rows, hp), wire, "dispatch", "load tokens"),
+            ("pool_x_scale", pool_scale, "float32", "dispatch", "math (L1)"),
+            ("pool_weight", (rows,), "float32", "dispatch", "math (L1)"),
+            ("pool_origin", (rows,), "int64", "dispatch", "math (L2)"),
+            ("pool_h", (rows, ip), wire, "math (L1)", "load tokens"),
+            ("pool_h_scale", h_scale, "float32", "math (L1)", "math (L2)"),
+            ("partials", (t, k, hp), "bfloat16", "math (L2) of every rank", "combine"),
+            ("l1_acc", acc, "float32", "math (L1), chain only", "activation, chain only"),
+        ]
+        regions, offset = [], 0
+        for name, shape, dtype, writer, reader in table:
+            regions.append(Region(name, offset, shape, dtype, writer, reader))
+            offset = align_up(offset + regions[-1].nbytes, ALIGN)
+        return tuple(regions)
+
+    @cached_property
+    def region(self) -> dict[str, Region]:
+        return {r.name: r for r in self.regions}
+
+    @property
+    def nbytes(self) -> int:
+        last = self.regions[-1]
+        return align_up(last.offset + last.nbytes, ALIGN)
+
+    def policy(self, tokens: int) -> TilePolicy:
+        """Tile policy for a call with ``tokens`` tokens on this rank, all ranks assumed alike."""
+        c = self.config
+        return tile_policy(c, tokens * c.ranks * c.topk / c.experts)
+
+    def spec(self, policy: TilePolicy, phases: str = "fused") -> KernelSpec:
+        c = self.config
+        offset = Offsets(
+            **{r.name: r.offset for r in self.regions},
+            block_set=self.region["arrived"].nbytes // SETS,
+            token_set=self.region["token_arrivals"].nbytes // SETS,
+        )
+        return KernelSpec(
+            recipe=c.recipe,
+            x_scales=c.x_scales,
+            ranks=c.ranks,
+            experts=c.experts,
+            experts_per_rank=c.experts_per_rank,
+            topk=c.topk,
+            hidden=c.hidden,
+            padded_hidden=c.padded_hidden,
+            padded_intermediate=c.padded_intermediate,
+            capacity=c.capacity,
+            clamp=float(c.clamp or 0.0),
+            timeout_ns=int(c.timeout_s * 1e9),
+            block_m=policy.block_m,
+            block_n=policy.block_n,
+            block_k=policy.block_k,
+            stages=policy.stages,
+            math_partitions=policy.math_partitions,
+            pull_rows=policy.pull_rows,
+            math_registers=policy.math_registers,
+            dispatch_registers=policy.dispatch_registers,
+            load_registers=policy.load_registers,
+            ring_blocks=self.ring_blocks(policy.block_m),
+            lag=lag_blocks(c, policy, self.programs),
+            phases=phases,
+            offset=offset,
+        )

@@ -1,0 +1,199 @@
+"""Reading SASS, the machine code of an NVIDIA GPU as `cuobjdump --dump-sass` prints it.
+
+What a kernel must not have cannot be seen in its source: a register spilled to local memory inside a K loop, or a
+WGMMA that the assembler makes wait for the one before it.  Both are found here by following the branches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+_LINE = re.compile(
+    r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s*(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<name>[A-Z][\w.]*)(?P<operands>[^;]*);"
+)
+_TARGET = re.compile(r"\b0x([0-9a-f]+)\s*$")
+_WGMMA = ("QGMMA", "HGMMA")  # FP8, bf16
+_NEVER_RETURN = ("EXIT", "RET", "BRX", "JMX")  # targets of BRX and JMX are in a table that is not printed
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: `@predicate name operands`."""
+
+    address: int
+    predicate: str | None
+    name: str
+    operands: str
+
+    @property
+    def is_wgmma(self) -> bool:
+        return self.name.startswith(_WGMMA)
+
+    @property
+    def starts_sum(self) -> bool:
+        """A WGMMA whose accumulator starts from zero instead of adding to its old value."""
+        return self.is_wgmma and bool(re.search(r"\bRZ\b", self.operands))
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Waits until no WGMMA of the warpgroup is under way."""
+        return self.name.startswith("WARPGROUP.DEPBAR") and self.operands.strip().endswith(" 0x0")
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes a thread moves to or from local memory."""
+        if not self.name.startswith(("STL", "LDL")):
+            return 0
+        width = re.search(r"\.(U8|S8|U16|S16|64|128)\b", self.name)
+        return {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}[width[1]] if width else 4
+
+
+@dataclass(frozen=True)
+class KLoop:
+    """An innermost loop that holds WGMMA."""
+
+    instructions: tuple[Instruction, ...]  # by address, with the slow paths that the loop jumps to
+
+    def count(self, *names: str) -> int:
+        """Instructions whose name starts with one of `names`."""
+        return sum(i.name.startswith(names) for i in self.instructions)
+
+    @property
+    def wgmma(self) -> int:
+        return self.count(*_WGMMA)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return sum(i.spilled_bytes for i in self.instructions)
+
+    @cached_property
+    def serialised(self) -> int:
+        """WGMMAs that add to a sum although everything before them had to finish first.
+
+        The assembler does so when it cannot prove the accumulator untouched in between.  A wait between two sums is
+        the promotion to fp32 and does not count.
+        """
+        found, waited, seen = 0, False, False
+        # twice: the last wait of a turn comes before the first WGMMA of the next
+        for turn in range(2):
+            for i in self.instructions:
+                if i.waits_for_all:
+                    waited = seen
+                elif i.is_wgmma:
+                    found += turn == 1 and waited and not i.starts_sum
+                    waited, seen = False, True
+        return found
+
+
+def parse(sass: str) -> list[Instruction]:
+    """The instructions of a dump of one function.  Raises ValueError if there are none."""
+    found = []
+    for line in sass.splitlines():
+        match = _LINE.match(line)
+        if match:
+            found.append(
+                Instruction(int(match["address"], 16), match["predicate"], match["name"], match["operands"].rstrip())
+            )
+    if not found:
+        raise ValueError("no instruction found: this is not the output of cuobjdump --dump-sass")
+    return found
+
+
+def k_loops(instructions: list[Instruction]) -> list[KLoop]:
+    """The innermost loops that hold WGMMA, in the order of the code."""
+    graph = _successors(instructions)
+    loops = [KLoop(tuple(instructions[n] for n in sorted(nodes))) for nodes in _innermost(graph, instructions)]
+    return sorted(loops, key=lambda loop: loop.instructions[0].address)
+
+
+def _successors(instructions: list[Instruction]) -> list[list[int]]:
+    """For each instruction the indices of those that may come next."""
+    index = {i.address: n for n, i in enumerate(instructions)}
+    graph: list[list[int]] = []
+    for n, i in enumerate(instructions):
+        following = [n + 1] if n + 1 < len(instructions) else []
+        base = i.name.split(".")[0]
+        after = []
+        if base == "BRA":
+            target = _TARGET.search(i.operands)
+            if target is None or int(target[1], 16) not in index:
+                raise ValueError(f"branch at {i.address:#x} without a target in this code: {i.name}{i.operands}")
+            after.append(index[int(target[1], 16)])
+            # BRA.DIV and the like are conditions of their own
+            if i.predicate or i.name != "BRA":
+                after += following
+        elif base not in _NEVER_RETURN or i.predicate:
+            after = following
+        graph.append(after)
+    return graph
+
+
+def _innermost(graph: list[list[int]], instructions: list[Instruction]) -> Iterable[set[int]]:
+    """Strongly connected parts that hold WGMMA and, without their entry, no smaller one that does."""
+    pending = [set(range(len(graph)))]
+    while pending:
+        region = pending.pop()
+        for part in _components(graph, region):
+            cyclic = len(part) > 1 or any(n in graph[n] for n in part)
+            if not cyclic or not any(instructions[n].is_wgmma for n in part):
+                continue
+            inner = part - _entries(graph, part)
+            smaller = [
+                p
+                for p in _components(graph, inner)
+                if (len(p) > 1 or any(n in graph[n] for n in p)) and any(instructions[n].is_wgmma for n in p)
+            ]
+            if smaller:
+                pending.append(inner)
+            else:
+                yield part
+
+
+def _entries(graph: list[list[int]], part: set[int]) -> set[int]:
+    """Where a loop is entered from outside; its first instruction if nothing jumps in."""
+    entries = {m for n, after in enumerate(graph) if n not in part for m in after if m in part}
+    return entries or {min(part)}
+
+
+def _components(graph: list[list[int]], region: set[int]) -> list[set[int]]:
+    """Strongly connected components of the graph restricted to `region` (Tarjan, without recursion)."""
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    found = []
+    for root in region:
+        if root in order:
+            continue
+        work = [(root, iter(graph[root]))]
+        order[root] = low[root] = len(order)
+        stack.append(root)
+        on_stack.add(root)
+        while work:
+            node, after = work[-1]
+            for m in after:
+                if m not in region:
+                    continue
+                if m not in order:
+                    order[m] = low[m] = len(order)
+                    stack.append(m)
+                    on_stack.add(m)
+                    work.append((m, iter(graph[m])))
+                    break
+                if m in on_stack:
+                    low[node] = min(low[node], order[m])
+            else:
+                work.pop()
+                if work:
+                    parent = work[-1][0]
+                    low[parent] = min(low[parent], low[node])
+                if low[node] == order[node]:
+                    component = set()
+                    while node not in component:
+                        component.add(stack.pop())
+                    on_stack -= component
+                    found.append(component)
+    return found
