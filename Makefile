@@ -1,7 +1,4 @@
-# Every target sets itself up in .venv on a machine with Python >= 3.10 and nothing else.
-#   make PYTHON=python3.12 test          another Python
-#   make TORCH="torch==2.11.0" test      another torch (any pip requirement)
-#   make SYSTEM=1 test-gpu               no .venv: the Python you have, as it is; installs nothing
+# Every target sets itself up in .venv, on a machine with Python >= 3.10 and nothing else.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -37,6 +34,10 @@ help:
 	@echo "make test-no-triton  the same tests with Triton hidden"
 	@echo "make test-gpu        the tests that need an NVIDIA GPU (capability 9.0)"
 	@echo "make clean           remove .venv and caches"
+	@echo
+	@echo "make PYTHON=python3.12 test       with another Python"
+	@echo "make TORCH='torch==2.11.0' test   with another torch (default: $(TORCH))"
+	@echo "make SYSTEM=1 test-gpu            with the Python you have, as it is: no .venv, installs nothing"
 
 $(VENV)/.ready-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

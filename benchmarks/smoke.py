@@ -40,7 +40,7 @@ def case(recipe, ranks, tokens, shape=(512, 256, 16, 4), block_m=None, seed=0, c
         resc = compare(torch.cat(c).cpu().double(), ref)
         print(recipe, "ranks", ranks, tokens, "bm", block_m, "call", call, "equal", same, f"rel {res.relative_l2:.5f} chain {resc.relative_l2:.5f} {t1-t0:.2f}s", flush=True)
 
-def bench(recipe, tokens, shape, block_m=None):
+def bench(recipe, tokens, shape, block_m=None, trace=None):
     h, i, e, k = shape
     config = MoEConfig(hidden=h, intermediate=i, experts=e, topk=k, ranks=1, capacity=8192, recipe=recipe, block_m=block_m, timeout_s=2.0)
     from megamoe.weights import KernelWeights, _allocate
@@ -52,12 +52,17 @@ def bench(recipe, tokens, shape, block_m=None):
         elif t.dtype == torch.uint8: t.copy_(torch.randint(0, 256, t.shape, generator=g, device="cuda", dtype=torch.uint8))
         else:
             for j in range(0, t.shape[0], 65536): t[j:j+65536] = (torch.randn(t[j:j+65536].shape, generator=g, device="cuda", dtype=torch.bfloat16) * .05).to(t.dtype)
-    moe = MegaMoE(config=config, weights=w, backend="gluon")
+    moe = MegaMoE(config=config, weights=w, backend="gluon", trace_events=256 if trace else 0)
     x = torch.randn(tokens, h, generator=g, device="cuda").bfloat16()
     idx = torch.stack([(torch.arange(k, device="cuda") * (e // k) + j) % e for j in range(tokens)]).to(torch.int32)
     wt = torch.rand(tokens, k, generator=g, device="cuda")
     args = dict(x=x, topk_idx=idx, topk_weights=wt)
     y = moe(**args).clone(); torch.cuda.synchronize(); moe.check()
+    if trace:
+        flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        for _ in range(4): flush.zero_(); moe(**args)
+        torch.cuda.synchronize()
+        torch.save(moe._fused.buffers[0].view("trace").cpu(), trace); return
     c = moe.chain(**args).clone(); torch.cuda.synchronize(); moe.check()
     from megamoe.launch import FUSED, CHAIN
     out = []
@@ -82,6 +87,12 @@ if __name__ == "__main__":
             try:
                 case(recipe, 2, [37, 5], block_m=16); case(recipe, 4, [300, 0, 5, 1])
             except Exception as ex: print("EXC", recipe, repr(ex)[:600], flush=True)
+    if "two" in sys.argv:
+        case("bf16", 2, [37, 5], block_m=16); case("mxfp4", 4, [300, 0, 5, 1], calls=3); case("fp8", 2, [64, 100], calls=3)
+    if "trace" in sys.argv:
+        import os
+        for recipe, t in (("mxfp4", 8), ("mxfp4", 64), ("mxfp4", 2048), ("fp8", 2048)):
+            bench(recipe, t, (4096, 2048, 32, 6), trace=f"{os.environ['OUT']}/{recipe}_{t}.pt")
     if "bench" in sys.argv:
         for recipe in ("mxfp4", "fp8", "fp8_block", "bf16"):
             for t in (8, 64, 512, 2048):

@@ -503,8 +503,8 @@ def test_run_prints_and_writes_what_it_found(capsys, tmp_path):
         "--ranks", 2, "--programs", 1, "--seed", 5, "--routing", "one-expert", "--json", file,
     )  # fmt: skip
     assert status == 0, out
-    assert "backend interpreter (asked for), 2 rank(s), recipe mxfp4, seed 5" in out
-    assert "moe_kernel" in out and "1 launch on each of 2 rank(s)" in out
+    assert "backend interpreter (asked for), ranks 2, recipe mxfp4, seed 5" in out
+    assert "moe_kernel" in out and "1 launch on each of 2 ranks" in out
     assert "fused = chain    bit for bit" in out and "relative L2 error" in out
     assert f"0  16  {'█' * 40}" in out and "4 checks passed" in out
     assert "[1/4] layer 1/1: packing weights" in err
@@ -531,3 +531,39 @@ def test_auto_without_a_gpu_says_why(capsys, monkeypatch):
     status, out, _ = run(capsys, "run", "--shape", "2,64,64,4,2", "--programs", 1)
     assert status == 0
     assert "backend interpreter (not gluon: no NVIDIA GPU was found)" in out
+
+
+def test_what_a_format_costs_is_a_note_and_no_check(capsys):
+    status, out, _ = run(
+        capsys, "run", "--model", MODEL, "--inputs", INPUTS, "--layer", 0, "--recipe", "fp8",
+        "--backend", "interpreter", "--tokens", 3, "--programs", 1,
+    )  # fmt: skip
+    assert status == 0, out
+    assert "note  captured output" in out and "4 checks passed" in out
+
+
+@pytest.mark.parametrize("error", ["DataRace", "Deadlock"])
+def test_a_fault_in_the_kernel_is_told_in_one_line(capsys, monkeypatch, error):
+    from megamoe.interpreter import errors
+
+    def faulty(*_: object, **__: object) -> None:
+        raise getattr(errors, error)("dispatch.py:1: rank 0, program 0: a fault")
+
+    monkeypatch.setattr(trial, "run_case", faulty)
+    status, _, err = run(
+        capsys, "run", "--shape", "2,64,64,4,2", "--backend", "interpreter", "--programs", 1
+    )
+    assert status == 1
+    assert err == f"megamoe: {error}: dispatch.py:1: rank 0, program 0: a fault\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_kernel_on_a_trained_layer(capsys, recipe):
+    status, out, _ = run(
+        capsys, "run", "--model", MODEL, "--inputs", INPUTS, "--layer", 3, "--recipe", recipe,
+        "--backend", "gluon", "--ranks", 1,
+    )  # fmt: skip
+    assert status == 0, out
+    assert "backend gluon" in out and "checks passed" in out

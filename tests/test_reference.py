@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megamoe.checkpoint import CheckpointExperts
 from megamoe.reference import compare, moe_reference
-from megamoe.weights import CheckpointExperts
 
 SEED = 5
 TINY = Path(__file__).parents[1] / "examples" / "tiny-moe"

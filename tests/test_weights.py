@@ -1,4 +1,4 @@
-"""Checkpoint layouts, quantisers and the kernel's weight layout.
+"""The kernel's weight layout, packed from checkpoints.
 
 Why the grid is enough: the layout is checked against loops written from its definition, on
 identity-coded rows (each weight tells its own row and column) and on random bits; sizes are one
@@ -8,69 +8,25 @@ ranks stand for all. Scales are driven through every case of rebasing: equal, fa
 rows of zeros, both ends of UE8M0, NaN, and values that are not powers of two.
 """
 
-import json
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from random_experts import checkpoint, config_for, fused, generator, random_experts, raw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamoe import formats
-from megamoe.config import RECIPES, MoEConfig
+from megamoe.checkpoint import BLOCK, CheckpointExperts, WeightsError, quantise_experts
+from megamoe.config import RECIPES
 from megamoe.weights import (
-    BLOCK,
-    CheckpointExperts,
-    WeightsError,
-    dequantise,
-    diagnose_gate_up,
-    moe_layers,
     pack_kernel_mxfp4,
     pack_offsets,
     pack_weights,
-    quantise_e4m3_128x128,
-    quantise_experts,
     unpack_kernel_mxfp4,
     unpack_offsets,
 )
 
-SEED = 99
 SIZES = [(256, 256), (288, 136), (32, 8), (512, 384)]
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(SEED)
-
-
-def random_experts(hidden: int, intermediate: int, experts: int = 4) -> SimpleNamespace:
-    g = generator()
-    shape = {"gate": (intermediate, hidden), "up": (intermediate, hidden)}
-    shape["down"] = (hidden, intermediate)
-    return SimpleNamespace(
-        **{n: torch.randn(experts, *s, generator=g).to(torch.bfloat16) for n, s in shape.items()}
-    )
-
-
-def checkpoint(hidden: int, intermediate: int, experts: int = 4) -> CheckpointExperts:
-    w = random_experts(hidden, intermediate, experts)
-    return CheckpointExperts.from_per_expert(gate_proj=w.gate, up_proj=w.up, down_proj=w.down)
-
-
-def config_for(source: CheckpointExperts, recipe: str, ranks: int = 1) -> MoEConfig:
-    return MoEConfig(
-        hidden=source.hidden,
-        intermediate=source.intermediate,
-        experts=source.experts,
-        topk=2,
-        capacity=8,
-        recipe=recipe,
-        ranks=ranks,
-    )
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 # --- kernel layout -----------------------------------------------------------------------------
@@ -360,37 +316,6 @@ def test_gate_and_up_keep_their_own_scales():
             assert (ours - theirs).norm() < 0.13 * theirs.norm()
 
 
-# --- quantisers --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("shape", [(128, 128), (136, 288), (8, 40), (300, 512)])
-def test_128x128_blocks(shape, power_of_two):
-    weight = torch.randn(*shape, generator=generator())
-    weight[:128, :128] *= 1e-3
-    values, scales = quantise_e4m3_128x128(weight, power_of_two_scales=power_of_two)
-    assert values.shape == shape and values.dtype == torch.float8_e4m3fn
-    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-            amax, s = weight[block].abs().max(), scales[i, j]
-            if power_of_two:
-                assert torch.frexp(s)[0] == 0.5 and amax <= 448 * s and amax > 224 * s
-            else:
-                assert s == amax / 448
-            assert torch.equal(raw(values[block]), raw(formats.encode_e4m3(weight[block] / s)))
-
-
-def test_quantise_experts_names_what_is_wrong():
-    source = checkpoint(256, 256)
-    assert quantise_experts(source, "bf16") is source
-    with pytest.raises(WeightsError, match="got 'int8'"):
-        quantise_experts(source, "int8")
-    with pytest.raises(WeightsError, match="these are mxfp4"):
-        quantise_experts(quantise_experts(source, "mxfp4"), "fp8")
-
-
 def test_zero_experts_stay_zero():
     zero = torch.zeros(1, 256, 256, dtype=torch.bfloat16)
     source = CheckpointExperts.from_per_expert(gate_proj=zero, up_proj=zero, down_proj=zero)
@@ -400,13 +325,18 @@ def test_zero_experts_stay_zero():
         assert all((matrix == 0).all() for matrix in packed.dequantise(0))
 
 
-# --- checkpoint layouts ------------------------------------------------------------------------
-
-
-def fused(w: SimpleNamespace, layout: str) -> torch.Tensor:
-    if layout == "halves":
-        return torch.cat((w.gate, w.up), dim=1)
-    return torch.stack((w.gate, w.up), dim=2).flatten(1, 2)
+def test_pack_names_what_does_not_fit():
+    source = checkpoint(256, 128)
+    config = config_for(source, "mxfp4", ranks=2)
+    with pytest.raises(WeightsError, match=r"kind mxfp4, got bf16: use quantise_experts"):
+        pack_weights(config, source, rank=0)
+    quantised = quantise_experts(source, "mxfp4")
+    for rank in (-1, 2):
+        with pytest.raises(WeightsError, match=rf"rank {rank} is not within 0\.\.1"):
+            pack_weights(config, quantised, rank=rank)
+    for other in (checkpoint(256, 136), checkpoint(288, 128), checkpoint(256, 128, experts=2)):
+        with pytest.raises(WeightsError, match="the checkpoint has"):
+            pack_weights(config, quantise_experts(other, "mxfp4"), rank=0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -429,110 +359,14 @@ def test_fused_layouts_give_the_same_kernel_weights(layout, recipe):
             assert torch.equal(raw(tensor), raw(got.tensors[name]))
 
 
-def test_fused_quantised_layouts():
-    w = random_experts(256, 128)
-    mx = formats.quantise_e2m1(fused(w, "interleaved"))
-    down = formats.quantise_e2m1(w.down)
-    source = CheckpointExperts.from_fused(
-        gate_up=mx.values.view(torch.int8),
-        down=down.values,
-        layout="interleaved",
-        gate_up_scale=mx.scales.view(torch.float8_e8m0fnu),
-        down_scale=down.scales,
-    )
-    expected = quantise_experts(checkpoint(256, 128), "mxfp4")
-    for ours, theirs in zip(source.dequantise(2), expected.dequantise(2), strict=True):
-        assert torch.equal(ours, theirs)
-    fp8 = [quantise_e4m3_128x128(m, power_of_two_scales=True) for m in fused(w, "halves")]
-    fp8_down = [quantise_e4m3_128x128(m, power_of_two_scales=True) for m in w.down]
-    given = {
-        "gate_up": [q.values for q in fp8],
-        "down": [q.values for q in fp8_down],
-        "gate_up_scale": [q.scales.to(torch.bfloat16) for q in fp8],
-        "down_scale": [q.scales.to(torch.float8_e8m0fnu) for q in fp8_down],
-    }
-    source = CheckpointExperts.from_fused(layout="halves", **given)
-    expected = quantise_experts(checkpoint(256, 128), "fp8")
-    for ours, theirs in zip(source.dequantise(3), expected.dequantise(3), strict=True):
-        assert torch.equal(ours, theirs)
-    with pytest.raises(WeightsError, match="hold gate and up rows together"):
-        CheckpointExperts.from_fused(layout="interleaved", **given)
-
-
-def test_layout_must_be_named():
-    w = random_experts(256, 128)
-    with pytest.raises(TypeError, match="layout"):
-        CheckpointExperts.from_fused(gate_up=fused(w, "halves"), down=w.down)
-    with pytest.raises(WeightsError, match="halves or interleaved, got 'auto'"):
-        CheckpointExperts.from_fused(gate_up=fused(w, "halves"), down=w.down, layout="auto")
-
-
-@pytest.mark.parametrize("stored", ["halves", "interleaved"])
-@pytest.mark.parametrize("clamp", [None, 1.0])
-def test_a_wrong_layout_is_found_from_one_known_output(stored, clamp):
-    w = random_experts(256, 128)
-    x = torch.randn(8, 256, generator=generator())
-    g, u = x @ w.gate[1].float().T, x @ w.up[1].float().T
-    if clamp:
-        g, u = g.clamp(max=clamp), u.clamp(-clamp, clamp)
-    y = (torch.sigmoid(g) * g * u) @ w.down[1].float().T
-    for named in ("halves", "interleaved"):
-        source = CheckpointExperts.from_fused(gate_up=fused(w, stored), down=w.down, layout=named)
-        errors = diagnose_gate_up(source, expert=1, x=x, y=y, clamp=clamp)
-        best = next(iter(errors))
-        assert errors[best] < 1e-4
-        assert best == ("as loaded" if named == stored else f"loaded as {named}, is {stored}")
-        assert errors["as loaded"] < 1e-4 if named == stored else errors["as loaded"] > 0.5
-    swapped = CheckpointExperts.from_per_expert(gate_proj=w.up, up_proj=w.gate, down_proj=w.down)
-    errors = diagnose_gate_up(swapped, expert=1, x=x, y=y, clamp=clamp)
-    assert next(iter(errors)) == "gate and up swapped" and errors["as loaded"] > 0.3
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"up_proj": torch.zeros(3, 128, 256).bfloat16()}, "same number of experts"),
-        ({"up_proj": torch.zeros(4, 120, 256).bfloat16()}, r"up has shape \[120, 256\]"),
-        ({"down_proj": torch.zeros(4, 128, 256).bfloat16()}, r"down has shape .*\[256, 128\]"),
-        ({"gate_proj": torch.zeros(4, 128, 256)}, r"float32.*\.to\(torch.bfloat16\)"),
-        ({"down_proj": torch.zeros(4, 256, 128).to(torch.float8_e4m3fn)}, "down is fp8, .* bf16"),
-        ({"up_scale": torch.ones(4, 1, 2)}, "must not have a scale"),
-    ],
-)
-def test_refused_checkpoints(change, message):
-    w = random_experts(256, 128)
-    given = {"gate_proj": w.gate, "up_proj": w.up, "down_proj": w.down} | change
-    with pytest.raises(WeightsError, match=message):
-        CheckpointExperts.from_per_expert(**given)
-
-
-def test_scales_are_required_and_checked():
-    q = quantise_e4m3_128x128(torch.ones(256, 256), power_of_two_scales=True)
-    given = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), q.values[None])
-    with pytest.raises(WeightsError, match="gate has no scale"):
-        CheckpointExperts.from_per_expert(**given)
-    scales = dict.fromkeys(("gate_scale", "up_scale", "down_scale"), q.scales[None])
-    CheckpointExperts.from_per_expert(**given, **scales)
-    scales["down_scale"] = torch.ones(1, 256, 2)
-    with pytest.raises(WeightsError, match=r"scale of expert 0: down has shape \[256, 2\]"):
-        CheckpointExperts.from_per_expert(**given, **scales)
-    scales["down_scale"] = torch.ones(1, 2, 2).double()
-    with pytest.raises(WeightsError, match="is torch.float64, expected torch.float32"):
-        CheckpointExperts.from_per_expert(**given, **scales)
-
-
-def test_pack_names_what_does_not_fit():
-    source = checkpoint(256, 128)
-    config = config_for(source, "mxfp4", ranks=2)
-    with pytest.raises(WeightsError, match=r"kind mxfp4, got bf16: use quantise_experts"):
-        pack_weights(config, source, rank=0)
-    quantised = quantise_experts(source, "mxfp4")
-    for rank in (-1, 2):
-        with pytest.raises(WeightsError, match=rf"rank {rank} is not within 0\.\.1"):
-            pack_weights(config, quantised, rank=rank)
-    for other in (checkpoint(256, 136), checkpoint(288, 128), checkpoint(256, 128, experts=2)):
-        with pytest.raises(WeightsError, match="the checkpoint has"):
-            pack_weights(config, quantise_experts(other, "mxfp4"), rank=0)
+def test_short_last_group_of_rows():
+    # 136 rows are one full group of 128 and one of 8: both go where they belong.
+    assert 136 % BLOCK == 8
+    source = checkpoint(256, 136)
+    gate, up, down = pack_weights(config_for(source, "bf16"), source, rank=0).dequantise(3)
+    expert = source.expert(3)
+    assert torch.equal(gate, expert.gate.float()) and torch.equal(up, expert.up.float())
+    assert torch.equal(down, expert.down.float())
 
 
 # --- one rank at a time, one expert at a time --------------------------------------------------
@@ -615,127 +449,3 @@ def test_the_byte_counter_sees_temporaries():
         z = x[10:] + 1
     assert live.peak == 2 * 4000 and z.nbytes == 3960
     assert sum(live.sizes.values()) == 3960
-
-
-# --- model folders -----------------------------------------------------------------------------
-
-
-def model_folder(path, tensors: dict[str, torch.Tensor], config: dict, *, parts: int = 1) -> None:
-    names = sorted(tensors)
-    (path / "config.json").write_text(json.dumps(config))
-    if parts == 1:
-        save_file(tensors, path / "model.safetensors")
-        return
-    index = {name: f"model-{i % parts}.safetensors" for i, name in enumerate(names)}
-    for file in set(index.values()):
-        save_file({n: tensors[n] for n in names if index[n] == file}, path / file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-
-
-def per_expert_tensors(w: SimpleNamespace, prefix: str, names: tuple[str, str, str]) -> dict:
-    return {
-        f"{prefix}{e}.{name}.weight": matrices[e].clone()
-        for name, matrices in zip(names, (w.gate, w.up, w.down), strict=True)
-        for e in range(len(matrices))
-    }
-
-
-def assert_same(source: CheckpointExperts, w: SimpleNamespace) -> None:
-    for e in range(4):
-        expert = source.expert(e)
-        for name in ("gate", "up", "down"):
-            assert torch.equal(getattr(expert, name), getattr(w, name)[e])
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(
-    ("prefix", "names", "key"),
-    [
-        ("model.layers.3.mlp.experts.", ("gate_proj", "up_proj", "down_proj"), "num_experts"),
-        ("model.layers.3.mlp.experts.", ("gate_proj", "up_proj", "down_proj"), "num_local_experts"),
-        ("language_model.layers.3.mlp.experts.", ("gate_proj", "up_proj", "down_proj"), "nested"),
-        ("model.layers.3.block_sparse_moe.experts.", ("w1", "w3", "w2"), "n_routed_experts"),
-    ],
-)
-def test_per_expert_folders(tmp_path, prefix, names, key, parts):
-    w = random_experts(64, 32)
-    tensors = per_expert_tensors(w, prefix, names)
-    tensors[prefix.replace("experts.", "gate.weight")] = torch.zeros(4, 64)
-    tensors["model.layers.13.mlp.gate_proj.weight"] = torch.zeros(4, 64)
-    config = {"text_config": {"num_experts": 4}} if key == "nested" else {key: 4}
-    model_folder(tmp_path, tensors, config, parts=parts)
-    assert moe_layers(tmp_path) == [3]
-    source = CheckpointExperts.from_safetensors(tmp_path, 3)
-    assert (source.kind, source.experts, source.hidden, source.intermediate) == ("bf16", 4, 64, 32)
-    assert_same(source, w)
-    with pytest.raises(WeightsError, match="layer 13 has no experts .* layers with experts: 3"):
-        CheckpointExperts.from_safetensors(tmp_path, 13)
-
-
-@pytest.mark.parametrize("layout", ["halves", "interleaved"])
-def test_fused_folders(tmp_path, layout):
-    w = random_experts(64, 32)
-    prefix = "model.layers.0.mlp.experts."
-    tensors = {prefix + "gate_up_proj": fused(w, layout), prefix + "down_proj": w.down}
-    model_folder(tmp_path, tensors, {"num_experts": 4})
-    assert_same(CheckpointExperts.from_safetensors(tmp_path, 0, layout=layout), w)
-    with pytest.raises(WeightsError, match="layout='halves' or layout='interleaved'"):
-        CheckpointExperts.from_safetensors(tmp_path, 0)
-    model_folder(tmp_path, tensors, {"num_experts": 8})
-    with pytest.raises(WeightsError, match="8 experts"):
-        CheckpointExperts.from_safetensors(tmp_path, 0, layout=layout)
-
-
-def test_fp8_folder(tmp_path):
-    w = random_experts(256, 128)
-    source = quantise_experts(checkpoint(256, 128), "fp8")
-    tensors = {}
-    for e in range(4):
-        for name, (weight, scale) in source.expert(e).projections().items():
-            base = f"model.layers.1.mlp.experts.{e}.{name}_proj.weight"
-            tensors |= {base: weight, base + "_scale_inv": scale}
-    model_folder(tmp_path, tensors, {"n_routed_experts": 4})
-    loaded = CheckpointExperts.from_safetensors(tmp_path, 1)
-    assert loaded.kind == "fp8"
-    for ours, theirs in zip(loaded.dequantise(2), dequantise(source.expert(2)), strict=True):
-        assert torch.equal(ours, theirs)
-        assert (ours - w.gate[2].float()).abs().max() < 8 if ours.shape == w.gate[2].shape else True
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
-    model_folder(tmp_path, tensors, {"n_routed_experts": 4})
-    with pytest.raises(WeightsError, match=r"first is .*experts.3.up_proj.weight_scale_inv"):
-        CheckpointExperts.from_safetensors(tmp_path, 1)
-
-
-def test_folders_that_cannot_be_read(tmp_path):
-    with pytest.raises(WeightsError, match="holds no .safetensors file"):
-        CheckpointExperts.from_safetensors(tmp_path, 0)
-    w = random_experts(64, 32)
-    names = ("gate_proj", "up_proj", "down_proj")
-    tensors = per_expert_tensors(w, "model.layers.0.mlp.experts.", names)
-    model_folder(tmp_path, tensors, {"hidden_size": 64})
-    with pytest.raises(WeightsError, match="none of num_experts, num_local_experts, n_routed"):
-        CheckpointExperts.from_safetensors(tmp_path, 0)
-    model_folder(tmp_path, tensors, {"num_experts": 5})
-    with pytest.raises(WeightsError, match=r"3 tensors are missing, .*experts.4.gate_proj"):
-        CheckpointExperts.from_safetensors(tmp_path, 0)
-
-
-def test_rounding_to_bf16_must_be_asked_for(tmp_path):
-    w = random_experts(64, 32)
-    names = ("gate_proj", "up_proj", "down_proj")
-    tensors = per_expert_tensors(w, "model.layers.0.mlp.experts.", names)
-    wide = {name: tensor.float() for name, tensor in tensors.items()}
-    model_folder(tmp_path, wide, {"num_experts": 4})
-    with pytest.raises(WeightsError, match="float32"):
-        CheckpointExperts.from_safetensors(tmp_path, 0)
-    assert_same(CheckpointExperts.from_safetensors(tmp_path, 0, round_to_bf16=True), w)
-
-
-def test_short_last_group_of_rows():
-    # 136 rows are one full group of 128 and one of 8: both go where they belong.
-    assert 136 % BLOCK == 8
-    source = checkpoint(256, 136)
-    gate, up, down = pack_weights(config_for(source, "bf16"), source, rank=0).dequantise(3)
-    expert = source.expert(3)
-    assert torch.equal(gate, expert.gate.float()) and torch.equal(up, expert.up.float())
-    assert torch.equal(down, expert.down.float())

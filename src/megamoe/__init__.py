@@ -1,9 +1,13 @@
-"""One Mixture-of-Experts forward under expert parallelism in one GPU kernel, in Python from end to end."""
+"""One Mixture-of-Experts forward under expert parallelism in one GPU kernel, in Python."""
 
-from megamoe.config import MegaMoEConfigError, MegaMoEInputError, MoEConfig
-from megamoe.forward import MegaMoE
-from megamoe.symmetric import MegaMoEError
-from megamoe.weights import CheckpointExperts, pack_weights, quantise_experts
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megamoe.config import MegaMoEConfigError, MegaMoEInputError, MoEConfig
+    from megamoe.forward import MegaMoE
+    from megamoe.symmetric import MegaMoEError
+    from megamoe.weights import CheckpointExperts, pack_weights, quantise_experts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -16,3 +20,20 @@ __all__ = [
     "pack_weights",
     "quantise_experts",
 ]
+_HOME = {
+    "CheckpointExperts": "weights",
+    "MegaMoE": "forward",
+    "MegaMoEConfigError": "config",
+    "MegaMoEError": "symmetric",
+    "MegaMoEInputError": "config",
+    "MoEConfig": "config",
+    "pack_weights": "weights",
+    "quantise_experts": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for, so that `megamoe doctor` answers where torch is missing or broken.
+    if name not in _HOME:
+        raise AttributeError(f"module 'megamoe' has no attribute {name!r}")
+    return getattr(import_module(f"megamoe.{_HOME[name]}"), name)

@@ -27,6 +27,7 @@ class MegaMoE:
     programs: programs (CTAs) of the grid on each rank; None for an equal share of the GPU's SMs less
         `config.reserve_sms`, or 2 on the interpreter.
     seed: of the interpreter's scheduler; the same seed is the same run.
+    trace_events: events of a timeline that each role of a program can record in a fused call; 0 for none.
 
     A call takes and returns one tensor a rank, in lists, or bare tensors where there is one rank.  x [t, hidden] is
     bf16, or e4m3 with `x_scale`; topk_idx [t, topk] int32 or int64, -1 skips a slot; topk_weights [t, topk] fp32.
@@ -41,6 +42,7 @@ class MegaMoE:
         backend: str = "auto",
         programs: int | None = None,
         seed: int = 0,
+        trace_events: int = 0,
     ) -> None:
         weights = [weights] if isinstance(weights, KernelWeights) else list(weights)
         if len(weights) != config.ranks:
@@ -54,7 +56,7 @@ class MegaMoE:
         self._weights = weights
         self._seed = seed
         self._programs = programs or default_programs(self.backend, config)
-        self._fused = self._make_backend(Plan(config, programs=self._programs))
+        self._fused = self._make_backend(Plan(config, programs=self._programs, trace=trace_events))
         self._chain: InterpreterBackend | GluonBackend | None = None
 
     def __call__(

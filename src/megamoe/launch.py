@@ -202,10 +202,11 @@ class GluonBackend:
         return [y[:n] for y, n in zip(self.y, tokens, strict=True)]
 
     def _compile(self, launch: Launch, spec: KernelSpec) -> None:
-        """Compile before anything is launched: a rank that compiles while its peers wait would look missing."""
+        """Compile and load before anything is launched: a rank that does so while its peers wait would look missing."""
         if spec not in self._compiled:
             arguments = self._kernel_arguments(0, spec, 0)
-            getattr(mega, launch.kernel).warmup(*arguments, grid=(self.plan.programs,), **OPTIONS)
+            compiled = getattr(mega, launch.kernel).warmup(*arguments, grid=(self.plan.programs,), **OPTIONS)
+            compat.load_module(compiled)
             self._compiled.add(spec)
 
     def _launch(self, rank: int, launch: Launch, spec: KernelSpec, tokens: int) -> None:

@@ -17,6 +17,7 @@ K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
 BLOCK_MS = (16, 32, 64, 128)
 SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next
 ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
+PULL_BYTES = 2048  # of each row that dispatch has in flight at once
 SMS_H200 = 132
 SHARED_BYTES = 232_448  # shared memory one CTA can have on sm_90
 SHARED_SCRATCH = 38_912  # left to the compiler for layout conversions and reductions
@@ -28,6 +29,11 @@ CONTROL = {"epoch": 0, "counted": 32, "used_tokens": 64, "used_blocks": 96, "ine
 CONTROL_WORDS = 160
 # int32 words of the `status` region: [0] claimed, [1] abort, then the report of the first wait that expired
 STATUS_WORDS = 32
+
+
+# roles that record a timeline, in the order of their events
+ROLES = ("math 0", "math 1", "math 2", "math 3", "communicate", "load weights", "load tokens", "schedule")
+TRACE_WORDS = 4  # tag, begin, middle, end
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ class KernelSpec:
     # schedule
     ring_blocks: int
     lag: int
+    trace_events: int  # of each role and program, 0 for none
     phases: str  # "fused", or one launch of the chain: "dispatch", "linear1", "linear2", "combine"
     # byte offsets of the regions
     offset: Offsets
@@ -132,6 +139,16 @@ class KernelSpec:
     @property
     def ring_rows(self) -> int:
         return self.ring_blocks * self.block_m
+
+    @property
+    def pull_groups(self) -> int:
+        """Scale groups of a row that dispatch has in flight at once: a power of two that divides the row."""
+        return min(PULL_BYTES // 32, largest_power_of_two_in(self.padded_hidden // 32))
+
+    @property
+    def pull_words(self) -> int:
+        """The same in 4-byte words, where rows are copied as they are."""
+        return min(PULL_BYTES // 4, largest_power_of_two_in(self.padded_hidden * self.x_bytes // 4))
 
     @property
     def expert_lanes(self) -> int:
@@ -173,6 +190,7 @@ class Offsets:
     pool_h_scale: int
     partials: int
     l1_acc: int
+    trace: int
     # strides between the two counter sets, bytes
     block_set: int
     token_set: int
@@ -181,6 +199,11 @@ class Offsets:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()
+
+
+def largest_power_of_two_in(n: int) -> int:
+    """The largest power of two that divides ``n``."""
+    return n & -n
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -234,11 +257,13 @@ class Plan:
     """Memory and constants for one configuration on a GPU of ``programs`` SMs.
 
     ``chain=True`` plans for the unfused chain: the pool holds every block at once and the raw L1 accumulators too.
+    ``trace`` is the number of events a role of a program can record in the timeline, 0 for no timeline.
     """
 
     config: MoEConfig
     programs: int = SMS_H200
     chain: bool = False
+    trace: int = 0
 
     def ring_blocks(self, block_m: int) -> int:
         """Blocks alive at once: those L2 trails by, the one in L1, and as many pulled ahead of it."""
@@ -246,7 +271,7 @@ class Plan:
         if self.chain:
             return max(1, blocks)
         lag = lag_blocks(self.config, self._policy(block_m), self.programs)
-        ahead = max(2, 2048 // block_m)
+        ahead = max(2, ceil_div(16 * self.programs, block_m))
         return max(1, min(blocks, lag + 1 + ahead))
 
     def _policy(self, block_m: int) -> TilePolicy:
@@ -297,6 +322,7 @@ class Plan:
             ("pool_h_scale", h_scale, "float32", "math (L1)", "math (L2)"),
             ("partials", (t, k, hp), "bfloat16", "math (L2) of every rank", "combine"),
             ("l1_acc", acc, "float32", "math (L1), chain only", "activation, chain only"),
+            ("trace", (self.programs * len(ROLES) * self.trace, TRACE_WORDS), "int64", "every role, if asked", "host"),
         ]
         regions, offset = [], 0
         for name, shape, dtype, writer, reader in table:
@@ -349,6 +375,7 @@ class Plan:
             load_registers=policy.load_registers,
             ring_blocks=self.ring_blocks(policy.block_m),
             lag=lag_blocks(c, policy, self.programs),
+            trace_events=self.trace,
             phases=phases,
             offset=offset,
         )

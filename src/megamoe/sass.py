@@ -1,7 +1,8 @@
 """Reading SASS, the machine code of an NVIDIA GPU as `cuobjdump --dump-sass` prints it.
 
-What a kernel must not have cannot be seen in its source: a register spilled to local memory inside a K loop, or a
-WGMMA that the assembler makes wait for the one before it.  Both are found here by following the branches.
+What a kernel must not have cannot be seen in its source: a register spilled to local memory inside a
+K loop, or a WGMMA that the assembler makes wait for the one before it.  Both are found here by
+following the branches.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 _LINE = re.compile(
-    r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s*(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<name>[A-Z][\w.]*)(?P<operands>[^;]*);"
+    r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s*(?:@(?P<predicate>!?U?P\w+)\s+)?"
+    r"(?P<name>[A-Z][\w.]*)(?P<operands>[^;]*);"
 )
 _TARGET = re.compile(r"\b0x([0-9a-f]+)\s*$")
 _WGMMA = ("QGMMA", "HGMMA")  # FP8, bf16
-_NEVER_RETURN = ("EXIT", "RET", "BRX", "JMX")  # targets of BRX and JMX are in a table that is not printed
+# BRX and JMX jump through a table that is not printed: to the roles of a kernel, never within a K loop
+_NO_SUCCESSOR = ("EXIT", "RET", "BRX", "JMX")
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class KLoop:
     def serialised(self) -> int:
         """WGMMAs that add to a sum although everything before them had to finish first.
 
-        The assembler does so when it cannot prove the accumulator untouched in between.  A wait between two sums is
-        the promotion to fp32 and does not count.
+        The assembler does so when it cannot prove the accumulator untouched in between.  A wait
+        between two sums is the promotion to fp32 and does not count.
         """
         found, waited, seen = 0, False, False
         # twice: the last wait of a turn comes before the first WGMMA of the next
@@ -94,9 +97,8 @@ def parse(sass: str) -> list[Instruction]:
     for line in sass.splitlines():
         match = _LINE.match(line)
         if match:
-            found.append(
-                Instruction(int(match["address"], 16), match["predicate"], match["name"], match["operands"].rstrip())
-            )
+            address, predicate, name, operands = match.groups()
+            found.append(Instruction(int(address, 16), predicate, name, operands.rstrip()))
     if not found:
         raise ValueError("no instruction found: this is not the output of cuobjdump --dump-sass")
     return found
@@ -105,7 +107,10 @@ def parse(sass: str) -> list[Instruction]:
 def k_loops(instructions: list[Instruction]) -> list[KLoop]:
     """The innermost loops that hold WGMMA, in the order of the code."""
     graph = _successors(instructions)
-    loops = [KLoop(tuple(instructions[n] for n in sorted(nodes))) for nodes in _innermost(graph, instructions)]
+    wgmma = {n for n, i in enumerate(instructions) if i.is_wgmma}
+    loops = [
+        KLoop(tuple(instructions[n] for n in sorted(nodes))) for nodes in _innermost(graph, wgmma)
+    ]
     return sorted(loops, key=lambda loop: loop.instructions[0].address)
 
 
@@ -116,40 +121,40 @@ def _successors(instructions: list[Instruction]) -> list[list[int]]:
     for n, i in enumerate(instructions):
         following = [n + 1] if n + 1 < len(instructions) else []
         base = i.name.split(".")[0]
-        after = []
         if base == "BRA":
             target = _TARGET.search(i.operands)
             if target is None or int(target[1], 16) not in index:
-                raise ValueError(f"branch at {i.address:#x} without a target in this code: {i.name}{i.operands}")
-            after.append(index[int(target[1], 16)])
+                raise ValueError(f"the target of {i.name}{i.operands} at {i.address:#x} is missing")
             # BRA.DIV and the like are conditions of their own
-            if i.predicate or i.name != "BRA":
-                after += following
-        elif base not in _NEVER_RETURN or i.predicate:
-            after = following
-        graph.append(after)
+            always = i.name == "BRA" and i.predicate is None
+            graph.append([index[int(target[1], 16)]] + ([] if always else following))
+        elif base in _NO_SUCCESSOR and i.predicate is None:
+            graph.append([])
+        else:
+            graph.append(following)
     return graph
 
 
-def _innermost(graph: list[list[int]], instructions: list[Instruction]) -> Iterable[set[int]]:
-    """Strongly connected parts that hold WGMMA and, without their entry, no smaller one that does."""
-    pending = [set(range(len(graph)))]
+def _innermost(graph: list[list[int]], wanted: set[int]) -> Iterable[set[int]]:
+    """The loops that hold a wanted node and no smaller loop that does."""
+    pending = _loops(graph, set(range(len(graph))), wanted)
     while pending:
-        region = pending.pop()
-        for part in _components(graph, region):
-            cyclic = len(part) > 1 or any(n in graph[n] for n in part)
-            if not cyclic or not any(instructions[n].is_wgmma for n in part):
-                continue
-            inner = part - _entries(graph, part)
-            smaller = [
-                p
-                for p in _components(graph, inner)
-                if (len(p) > 1 or any(n in graph[n] for n in p)) and any(instructions[n].is_wgmma for n in p)
-            ]
-            if smaller:
-                pending.append(inner)
-            else:
-                yield part
+        loop = pending.pop()
+        # a loop inside does not pass through the entry of the one around it
+        smaller = _loops(graph, loop - _entries(graph, loop), wanted)
+        if smaller:
+            pending += smaller
+        else:
+            yield loop
+
+
+def _loops(graph: list[list[int]], region: set[int], wanted: set[int]) -> list[set[int]]:
+    """The largest loops within `region` that hold a wanted node."""
+    return [
+        part
+        for part in _components(graph, region)
+        if part & wanted and (len(part) > 1 or any(n in graph[n] for n in part))
+    ]
 
 
 def _entries(graph: list[list[int]], part: set[int]) -> set[int]:
@@ -159,7 +164,7 @@ def _entries(graph: list[list[int]], part: set[int]) -> set[int]:
 
 
 def _components(graph: list[list[int]], region: set[int]) -> list[set[int]]:
-    """Strongly connected components of the graph restricted to `region` (Tarjan, without recursion)."""
+    """Strongly connected components of the graph within `region`: Tarjan, without recursion."""
     order: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []

@@ -7,27 +7,33 @@ from collections.abc import Callable
 import numpy as np
 
 from . import dtypes as dt
+from .arith import cast
 from .dtypes import DType
 from .errors import Misaligned, UnsupportedOperation
 from .faults import where
 from .guard import check_read, check_scalar, check_write
 from .memory import Access, Allocation, Runs, load_raw, store_raw
 from .order import ATOMIC_GPU, ATOMIC_SYS, GENERIC
-from .values import Pointer, Tensor, as_tensor, cast, wrap
+from .values import Pointer, Tensor, as_tensor, wrap
 
 _SCOPES = ("cta", "gpu", "sys")
 
 
 def element_type(pointer: object) -> DType:
     if type(pointer) is not Pointer:
-        raise TypeError(f"a pointer is needed, not {getattr(pointer, 'dtype', type(pointer).__name__)}")
+        raise TypeError(
+            f"a pointer is needed, not {getattr(pointer, 'dtype', type(pointer).__name__)}"
+        )
     return pointer.dtype.element_ty
 
 
 def _scalar_place(task: object, address: int, size: int) -> tuple[Allocation, int]:
     alloc = task.machine.memory.at(address, address + size)
     if address % size:
-        raise Misaligned(f"address {address:#x} ({alloc.describe(address - alloc.base)}) is not a multiple of {size}")
+        raise Misaligned(
+            f"address {address:#x} ({alloc.describe(address - alloc.base)}) is not a multiple "
+            f"of {size}"
+        )
     return alloc, address - alloc.base
 
 
@@ -41,13 +47,23 @@ def _is_true(mask: object) -> bool | None:
 
 
 def load(task: object, pointer: Pointer, mask: object = None, other: object = None) -> Tensor:
-    """Values at `pointer`; lanes that are masked off give `other`, or NaN (floats) and 0 (others) without one."""
+    """Values at `pointer`; lanes that are masked off give `other`, or NaN (floats) and 0 (others)
+    without one.
+    """
     dtype = element_type(pointer)
     on = _is_true(mask)
     if not pointer.terms and not pointer._shape and on:
         alloc, offset = _scalar_place(task, pointer.base, dtype.itemsize)
         if not alloc.readonly:
-            check_scalar(task.clock, alloc, offset, dtype.itemsize, task.clock.event(GENERIC, where()), GENERIC, False)
+            check_scalar(
+                task.clock,
+                alloc,
+                offset,
+                dtype.itemsize,
+                task.clock.event(GENERIC, where()),
+                GENERIC,
+                False,
+            )
         raw = alloc.view(dtype.store)[offset // dtype.itemsize]
         if dtype.kind in "iu":
             return wrap(int(raw), dtype)
@@ -102,7 +118,9 @@ def store(task: object, pointer: Pointer, value: object, mask: object = None) ->
     on = _is_true(mask)
     if not pointer.terms and not pointer._shape and on and not value.shape:
         alloc, offset = _scalar_place(task, pointer.base, dtype.itemsize)
-        check_scalar(clock, alloc, offset, dtype.itemsize, clock.event(GENERIC, where()), GENERIC, True)
+        check_scalar(
+            clock, alloc, offset, dtype.itemsize, clock.event(GENERIC, where()), GENERIC, True
+        )
         raw = value.v if dtype.is_integer else dt.encode(np.asarray(value.v, dtype.calc), dtype)
         alloc.view(dtype.store)[offset // dtype.itemsize] = raw
         notify(alloc, offset, offset + dtype.itemsize)
@@ -136,7 +154,8 @@ def notify_runs(runs: Runs) -> None:
         notify(runs.alloc, *runs.bounds())
 
 
-# --- atomics ---------------------------------------------------------------------------------------------------------
+# --- atomics --------------------------------------------------------------------------------------
+
 
 def check_order_words(sem: str, scope: str) -> None:
     if sem not in ("relaxed", "acquire", "release", "acq_rel"):
@@ -145,8 +164,14 @@ def check_order_words(sem: str, scope: str) -> None:
         raise ValueError(f"scope is {scope!r}; allowed are cta, gpu and sys")
 
 
-def synchronise(task: object, places: list[tuple[Allocation, int]], sem: str, scope: str, op: str,
-                whole_partition: bool) -> None:
+def synchronise(
+    task: object,
+    places: list[tuple[Allocation, int]],
+    sem: str,
+    scope: str,
+    op: str,
+    whole_partition: bool,
+) -> None:
     """The order that atomics (`op` "rmw", "load" or "store") at these places give."""
     clock = task.clock
     flags = [a.flag(o) for a, o in places]
@@ -161,34 +186,49 @@ def synchronise(task: object, places: list[tuple[Allocation, int]], sem: str, sc
                     task.loose[level] = got.join(held)
     if op == "load":
         return
+    if op == "store":
+        for f in flags:
+            f.clear()
     if sem in ("release", "acq_rel"):
         k = clock.release(whole_partition)
-    else:
-        k = task.fence_release[scope]
-    for f in flags:
-        if op == "store":
-            f.clear()
-        if k is not None:
+        for f in flags:
             f.publish(task, scope, k)
+        return
+    # A relaxed write after a fence releases as far as the narrower of the two scopes.
+    for level in _SCOPES[: _SCOPES.index(scope) + 1]:
+        k = task.fence_release[level]
+        if k is not None:
+            for f in flags:
+                f.publish(task, level, k)
 
 
 def fence(task: object, sem: str, scope: str) -> None:
-    """fence.acq_rel / fence.sc / membar: makes relaxed reads before it acquires, relaxed writes after it releases."""
+    """fence.acq_rel / fence.sc / membar: makes relaxed reads before it acquires, relaxed writes
+    after it releases.
+    """
     clock = task.clock
     level = "sys" if scope == "sys" else "gpu"
     clock.acquire(task.loose[level])
     if level == "sys":
         clock.acquire(task.loose["gpu"])
     k = clock.release()
-    for s in _SCOPES[:_SCOPES.index(scope) + 1]:
+    for s in _SCOPES[: _SCOPES.index(scope) + 1]:
         task.fence_release[s] = k
 
 
 Update = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def atomic(task: object, pointer: Pointer, value: object, mask: object, update: str, sem: str, scope: str,
-           compare: object = None) -> Tensor:
+def atomic(
+    task: object,
+    pointer: Pointer,
+    value: object,
+    mask: object,
+    update: str,
+    sem: str,
+    scope: str,
+    compare: object = None,
+) -> Tensor:
     """Read, modify, write of every lane, in lane order; returns the old values."""
     check_order_words(sem, scope)
     dtype = element_type(pointer)
@@ -200,7 +240,9 @@ def atomic(task: object, pointer: Pointer, value: object, mask: object, update: 
         if not on:
             return wrap(0, dtype)
         return _atomic_scalar(task, pointer.base, dtype, value, update, sem, scope, compare)
-    return _atomic_lanes(task, pointer, dtype, value, None if on else as_tensor(mask), update, sem, scope, compare)
+    return _atomic_lanes(
+        task, pointer, dtype, value, None if on else as_tensor(mask), update, sem, scope, compare
+    )
 
 
 def _new_value(update: str, old: object, value: object, compare: object, dtype: DType) -> object:
@@ -212,12 +254,26 @@ def _new_value(update: str, old: object, value: object, compare: object, dtype: 
         return new
     if update == "cas":
         return value if old == compare else old
-    return {"max": max, "min": min, "or": lambda a, b: a | b, "and": lambda a, b: a & b,
-            "xor": lambda a, b: a ^ b, "xchg": lambda a, b: b}[update](old, value)
+    return {
+        "max": max,
+        "min": min,
+        "or": lambda a, b: a | b,
+        "and": lambda a, b: a & b,
+        "xor": lambda a, b: a ^ b,
+        "xchg": lambda a, b: b,
+    }[update](old, value)
 
 
-def _atomic_scalar(task: object, address: int, dtype: DType, value: Tensor, update: str, sem: str, scope: str,
-                   compare: Tensor | None) -> Tensor:
+def _atomic_scalar(
+    task: object,
+    address: int,
+    dtype: DType,
+    value: Tensor,
+    update: str,
+    sem: str,
+    scope: str,
+    compare: Tensor | None,
+) -> Tensor:
     alloc, offset = _scalar_place(task, address, dtype.itemsize)
     place = where()
     kind = ATOMIC_SYS if scope == "sys" else ATOMIC_GPU
@@ -242,21 +298,39 @@ def _atomic_scalar(task: object, address: int, dtype: DType, value: Tensor, upda
 
 
 def poll_again(task: object, place: tuple, at: tuple[Allocation, int], seen: object) -> bool:
-    """Whether a read of a flag must be repeated: it gave the same as before, so the task slept until a change."""
+    """Whether a read of a flag must be repeated: it gave the same as before, so the task slept
+    until a change.
+    """
     key = (place, at)
     if task.polls.get(key) != (seen,):
         task.polls[key] = (seen,)
         return False
     task.soft = True
     places = [k[1] for k in task.polls]
-    task.watch(places, lambda: "polls " + ", ".join(
-        f"{a.describe(o)} (is {task.polls[(p, (a, o))][0]})" for p, (a, o) in task.polls))
+    task.watch(
+        places,
+        lambda: (
+            "polls "
+            + ", ".join(
+                f"{a.describe(o)} (is {task.polls[(p, (a, o))][0]})" for p, (a, o) in task.polls
+            )
+        ),
+    )
     task.polls.clear()
     return True
 
 
-def _atomic_lanes(task: object, pointer: Pointer, dtype: DType, value: Tensor, mask: Tensor | None, update: str,
-                  sem: str, scope: str, compare: Tensor | None) -> Tensor:
+def _atomic_lanes(
+    task: object,
+    pointer: Pointer,
+    dtype: DType,
+    value: Tensor,
+    mask: Tensor | None,
+    update: str,
+    sem: str,
+    scope: str,
+    compare: Tensor | None,
+) -> Tensor:
     shape = np.broadcast_shapes(pointer.shape, value.shape)
     if pointer.shape != shape:
         pointer = pointer.broadcast_to(shape)
@@ -264,7 +338,11 @@ def _atomic_lanes(task: object, pointer: Pointer, dtype: DType, value: Tensor, m
     if access.empty:
         return wrap(np.zeros(shape, dtype.calc), dtype)
     operand = access.from_tensor(np.asarray(value.v, dtype.calc)).reshape(-1)
-    wanted = access.from_tensor(np.asarray(compare.v, dtype.calc)).reshape(-1) if compare is not None else None
+    wanted = (
+        access.from_tensor(np.asarray(compare.v, dtype.calc)).reshape(-1)
+        if compare is not None
+        else None
+    )
     addresses = np.asarray(access.addr).reshape(-1, 1) + np.arange(access.count) * dtype.itemsize
     addresses = addresses.reshape(-1)
     clock = task.clock
@@ -277,8 +355,14 @@ def _atomic_lanes(task: object, pointer: Pointer, dtype: DType, value: Tensor, m
         check_read(clock, runs, event, kind)
         check_write(clock, runs, event, kind)
         offsets = addresses[lanes] - runs.alloc.base
-        old[lanes] = _update_lanes(runs.alloc.view(dtype.store), offsets // dtype.itemsize, operand[lanes],
-                                   None if wanted is None else wanted[lanes], update, dtype)
+        old[lanes] = _update_lanes(
+            runs.alloc.view(dtype.store),
+            offsets // dtype.itemsize,
+            operand[lanes],
+            None if wanted is None else wanted[lanes],
+            update,
+            dtype,
+        )
         places += [(runs.alloc, int(o)) for o in np.unique(offsets)]
         notify_runs(runs)
     synchronise(task, places, sem, scope, "rmw", True)
@@ -286,17 +370,25 @@ def _atomic_lanes(task: object, pointer: Pointer, dtype: DType, value: Tensor, m
     return wrap(access.to_tensor(old.reshape(-1, access.count), 0), dtype)
 
 
-def _update_lanes(flat: np.ndarray, index: np.ndarray, operand: np.ndarray, wanted: np.ndarray | None, update: str,
-                  dtype: DType) -> np.ndarray:
+def _update_lanes(
+    flat: np.ndarray,
+    index: np.ndarray,
+    operand: np.ndarray,
+    wanted: np.ndarray | None,
+    update: str,
+    dtype: DType,
+) -> np.ndarray:
     """Apply the updates in lane order; returns the old values."""
     if update == "add" and dtype.kind in "iu":
         return _add_lanes(flat, index, operand)
     old = np.empty(index.size, dtype.calc)
     for lane, i in enumerate(index.tolist()):
-        value = dt.decode(flat[i:i + 1], dtype)[0]
+        value = dt.decode(flat[i : i + 1], dtype)[0]
         old[lane] = value
-        new = _new_value(update, value, operand[lane], None if wanted is None else wanted[lane], dtype)
-        flat[i:i + 1] = dt.encode(np.asarray([new], dtype.calc), dtype)
+        new = _new_value(
+            update, value, operand[lane], None if wanted is None else wanted[lane], dtype
+        )
+        flat[i : i + 1] = dt.encode(np.asarray([new], dtype.calc), dtype)
     return old
 
 
@@ -314,7 +406,8 @@ def _add_lanes(flat: np.ndarray, index: np.ndarray, operand: np.ndarray) -> np.n
     return old
 
 
-# --- atomic (and volatile) loads and stores ---------------------------------------------------------------------------
+# --- atomic (and volatile) loads and stores -------------------------------------------------------
+
 
 def _kind(scope: str) -> int:
     return ATOMIC_SYS if scope == "sys" else ATOMIC_GPU
@@ -324,24 +417,39 @@ def load_flag(task: object, address: int, dtype: DType, sem: str, scope: str, pl
     """ld.relaxed / ld.acquire of one element; no pause and no sleep."""
     alloc, offset = _scalar_place(task, address, dtype.itemsize)
     kind = _kind(scope)
-    check_scalar(task.clock, alloc, offset, dtype.itemsize, task.clock.event(kind, place), kind, False)
+    check_scalar(
+        task.clock, alloc, offset, dtype.itemsize, task.clock.event(kind, place), kind, False
+    )
     synchronise(task, [(alloc, offset)], sem, scope, "load", True)
     return alloc.view(dtype.store)[offset // dtype.itemsize].item()
 
 
-def store_flag(task: object, address: int, dtype: DType, value: object, sem: str, scope: str, place: tuple) -> None:
+def store_flag(
+    task: object, address: int, dtype: DType, value: object, sem: str, scope: str, place: tuple
+) -> None:
     """st.relaxed / st.release of one element; `value` as memory holds it."""
     alloc, offset = _scalar_place(task, address, dtype.itemsize)
     kind = _kind(scope)
-    check_scalar(task.clock, alloc, offset, dtype.itemsize, task.clock.event(kind, place), kind, True)
+    check_scalar(
+        task.clock, alloc, offset, dtype.itemsize, task.clock.event(kind, place), kind, True
+    )
     synchronise(task, [(alloc, offset)], sem, scope, "store", True)
     alloc.view(dtype.store)[offset // dtype.itemsize] = value
     notify(alloc, offset, offset + dtype.itemsize)
     task.effect()
 
 
-def update_flag(task: object, address: int, dtype: DType, update: str, value: object, compare: object, sem: str,
-                scope: str, place: tuple) -> object:
+def update_flag(
+    task: object,
+    address: int,
+    dtype: DType,
+    update: str,
+    value: object,
+    compare: object,
+    sem: str,
+    scope: str,
+    place: tuple,
+) -> object:
     """atom / red on one element, with the value as memory holds it; returns the old one."""
     alloc, offset = _scalar_place(task, address, dtype.itemsize)
     kind = _kind(scope)
@@ -349,7 +457,9 @@ def update_flag(task: object, address: int, dtype: DType, update: str, value: ob
     old = view[at].item()
     new = _new_value(update, old, value, compare, dtype)
     for writes in (False, True):
-        check_scalar(task.clock, alloc, offset, dtype.itemsize, task.clock.event(kind, place), kind, writes)
+        check_scalar(
+            task.clock, alloc, offset, dtype.itemsize, task.clock.event(kind, place), kind, writes
+        )
     synchronise(task, [(alloc, offset)], sem, scope, "rmw", True)
     view[at] = new
     notify(alloc, offset, offset + dtype.itemsize)
@@ -374,7 +484,9 @@ def load_atomic(task: object, pointer: Pointer, mask: object, sem: str, scope: s
             return wrap(value, dtype)
 
 
-def store_atomic(task: object, pointer: Pointer, value: object, mask: object, sem: str, scope: str) -> None:
+def store_atomic(
+    task: object, pointer: Pointer, value: object, mask: object, sem: str, scope: str
+) -> None:
     """`gl.atomic_store` of a scalar."""
     check_order_words(sem, scope)
     dtype = element_type(pointer)

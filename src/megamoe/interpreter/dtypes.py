@@ -1,7 +1,8 @@
 """Element types and the conversions between them.
 
-Values live in NumPy arrays of `DType.calc`: integers as themselves, float16 and bfloat16 as float32 that hold exactly
-representable values, float8e4nv as its codes (uint8).  Memory holds `DType.store`.
+Values live in NumPy arrays of `DType.calc`: integers as themselves, float16 and bfloat16 as float32
+that hold exactly representable values, float8e4nv as its codes (uint8).  Memory holds
+`DType.store`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import numpy as np
 
 
 class DType:
-    """An element type: Triton's `name`, kind ("b", "i", "u", "f", "8" for fp8, "p"), bits, memory and value types."""
+    """An element type: Triton's `name`, kind ("b", "i", "u", "f", "8" for fp8, "p"), bits, memory
+    and value types.
+    """
 
     def __init__(self, name: str, kind: str, bits: int, store: type, calc: type, short: str):
         self.name, self.kind, self.short = name, kind, short
@@ -61,7 +64,9 @@ class PointerType(DType):
     """Pointer to `element_ty`."""
 
     def __init__(self, element: DType):
-        super().__init__(f"pointer<{element.name}>", "p", 64, np.int64, np.int64, "*" + element.short)
+        super().__init__(
+            f"pointer<{element.name}>", "p", 64, np.int64, np.int64, "*" + element.short
+        )
         self.element_ty = element
 
 
@@ -80,8 +85,22 @@ bfloat16 = DType("bfloat16", "f", 16, np.uint16, np.float32, "bf16")
 float32 = DType("float32", "f", 32, np.float32, np.float32, "fp32")
 float64 = DType("float64", "f", 64, np.float64, np.float64, "fp64")
 
-ALL = (int1, int8, int16, int32, int64, uint8, uint16, uint32, uint64,
-       float8e4nv, float16, bfloat16, float32, float64)
+ALL = (
+    int1,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+    float8e4nv,
+    float16,
+    bfloat16,
+    float32,
+    float64,
+)
 BY_NAME = {d.name: d for d in ALL} | {d.short: d for d in ALL}
 BY_NAME |= {"float8_e4m3fn": float8e4nv, "bool": int1}
 _POINTERS: dict[DType, PointerType] = {}
@@ -95,7 +114,9 @@ def pointer_type(element: DType, address_space: int = 1, const: bool = False) ->
 
 
 def as_dtype(spec: object) -> DType:
-    """A `DType` from one of ours, one of Triton's, or a name such as "int32", "fp8e4nv", "bfloat16"."""
+    """A `DType` from one of ours, one of Triton's, or a name such as "int32", "fp8e4nv",
+    "bfloat16".
+    """
     if isinstance(spec, DType):
         return spec
     if getattr(spec, "element_ty", None) is not None:
@@ -106,7 +127,8 @@ def as_dtype(spec: object) -> DType:
     return BY_NAME[name]
 
 
-# --- fp8 (e4m3) ------------------------------------------------------------------------------------------------------
+# --- fp8 (e4m3) -----------------------------------------------------------------------------------
+
 
 def _e4m3_table() -> np.ndarray:
     codes = np.arange(256)
@@ -137,19 +159,23 @@ def e4m3_encode(x: np.ndarray) -> np.ndarray:
     return code.astype(np.uint8)
 
 
-# --- bf16 ------------------------------------------------------------------------------------------------------------
+# --- bf16 -----------------------------------------------------------------------------------------
+
 
 def bf16_round(x: np.ndarray) -> np.ndarray:
     """fp32 `x` rounded to the nearest bfloat16 (ties to even), as float32."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    out = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    out = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(
+        0xFFFF0000
+    )
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     if nan.any():
         out = np.where(nan, (bits & np.uint32(0xFFFF0000)) | np.uint32(0x400000), out)
     return out.view(np.float32)
 
 
-# --- memory <-> value ------------------------------------------------------------------------------------------------
+# --- memory <-> value -----------------------------------------------------------------------------
+
 
 def decode(raw: np.ndarray, dtype: DType) -> np.ndarray:
     """Value array from an array of `dtype.store` (may alias `raw`)."""
@@ -207,7 +233,7 @@ def bitcast(value: np.ndarray, src: DType, dst: DType) -> np.ndarray:
     return decode(raw.view(dst.store), dst)
 
 
-# --- promotion -------------------------------------------------------------------------------------------------------
+# --- promotion ------------------------------------------------------------------------------------
 
 _RANK = {"b": 0, "i": 1, "u": 1, "f": 2, "8": 2}
 
@@ -249,7 +275,9 @@ def python_type(value: object) -> DType:
 
 
 def promote_python(dtype: DType, value: object, division: bool = False) -> DType:
-    """Common type of a tensor of `dtype` and a Python number: the tensor's, unless the number's kind is wider."""
+    """Common type of a tensor of `dtype` and a Python number: the tensor's, unless the number's
+    kind is wider.
+    """
     other = python_type(value)
     if _RANK[other.kind] <= _RANK[dtype.kind]:
         if division and dtype in (float16, bfloat16):

@@ -1,7 +1,7 @@
 """Faults that the interpreter finds in a kernel.
 
-Every fault is a `KernelError`.  Its message starts with where it happened: rank, program and role (the partition
-function) of the task, and file and line of the kernel.
+Every fault is a `KernelError`.  Its message starts with where it happened: rank, program and role
+(the partition function) of the task, and file and line of the kernel.
 """
 
 
@@ -14,7 +14,9 @@ class DataRace(KernelError):
 
 
 class ProxyFault(KernelError):
-    """Ordinary stores read by TMA or WGMMA (the async proxy) without the proxy fences that this needs."""
+    """Ordinary stores read by TMA or WGMMA (the async proxy) without the proxy fences that this
+    needs.
+    """
 
 
 class UnwrittenRead(KernelError):
@@ -42,7 +44,9 @@ class BarrierFault(KernelError):
 
 
 class AsyncFault(KernelError):
-    """The result of an asynchronous operation used before it was waited for, or one left outstanding."""
+    """The result of an asynchronous operation used before it was waited for, or one left
+    outstanding.
+    """
 
 
 class Deadlock(KernelError):

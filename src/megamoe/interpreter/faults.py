@@ -8,7 +8,7 @@ from types import CodeType, TracebackType
 
 from .errors import KernelError
 
-MARK = "__megamoe_interpreted__"     # in the globals of every rebound function
+MARK = "__megamoe_interpreted__"  # in the globals of every rebound function
 
 
 def where() -> tuple[CodeType | None, int]:
@@ -43,7 +43,10 @@ def locate(error: KernelError, task: object, trace: TracebackType | None = None)
         if MARK in trace.tb_frame.f_globals:
             place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return mark_located(error, f"{place or '?'}: {task.title}: {error.args[0]}")
+    if place is None:
+        code = task.launch.fn.__code__
+        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return mark_located(error, f"{place}: {task.title}: {error.args[0]}")
 
 
 def mark_located(error: KernelError, message: str) -> KernelError:

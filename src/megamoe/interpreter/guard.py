@@ -20,7 +20,8 @@ def _span(runs: Runs) -> tuple[object, np.ndarray]:
 def check_read(clock: Clock, runs: Runs, event: int, kind: int) -> None:
     """Raise unless what these runs hold was written before, and remember that `event` read it.
 
-    `kind` ASYNC is a TMA load, whose event is not the task's own; the check is against the issuing task's clock.
+    `kind` ASYNC is a TMA load, whose event is not the task's own; the check is against the issuing
+    task's clock.
     """
     if runs.alloc.readonly:
         return
@@ -28,9 +29,11 @@ def check_read(clock: Clock, runs: Runs, event: int, kind: int) -> None:
     shadow, (write, _) = _span(runs)
     top, low = int(np.maximum.reduce(write, axis=None)), int(np.minimum.reduce(write, axis=None))
     if low < 0:
-        # TMA moves whole boxes: rows of it that nobody wrote are garbage that the kernel may drop later
+        # TMA moves whole boxes: rows that nobody wrote are garbage that the kernel may drop later
         if kind != ASYNC or top < 0:
-            raise UnwrittenRead(f"reads {_first(runs, shadow, write < 0)}, which nobody has written")
+            raise UnwrittenRead(
+                f"reads {_first(runs, shadow, write < 0)}, which nobody has written"
+            )
         write = np.maximum(write, 0)
         low = 0
     if top > 0:
@@ -59,7 +62,9 @@ def check_write(clock: Clock, runs: Runs, event: int, kind: int) -> None:
     """Raise unless all earlier accesses happened before, and remember `event` as the last write."""
     alloc = runs.alloc
     if alloc.readonly:
-        raise KernelError(f"writes {alloc.describe(runs.bounds()[0])}, which was registered as read-only")
+        raise KernelError(
+            f"writes {alloc.describe(runs.bounds()[0])}, which was registered as read-only"
+        )
     order = clock.order
     lo, hi = runs.bounds()
     shadow = alloc.shadow(lo, hi)
@@ -73,11 +78,17 @@ def check_write(clock: Clock, runs: Runs, event: int, kind: int) -> None:
     if top:
         bad = order.unordered_reader(readers[0], clock, kind)
         if bad:
-            where = _at(runs, shadow, np.isin(readers[0], [s for s, e in enumerate(order.states) if bad in e]))
-            raise DataRace(f"{KIND_NAMES[kind]} write of {where}, which {party(order.info[bad])} has read "
-                           f"({KIND_NAMES[order.kinds[bad]]}) without an order between the two; "
-                           "the reader must signal (release) and this task wait (acquire) in between")
-        # Atomics leave the ordinary readers on record: the next ordinary write must come after them too.
+            where = _at(
+                runs,
+                shadow,
+                np.isin(readers[0], [s for s, e in enumerate(order.states) if bad in e]),
+            )
+            raise DataRace(
+                f"{KIND_NAMES[kind]} write of {where}, which {party(order.info[bad])} has read "
+                f"({KIND_NAMES[order.kinds[bad]]}) without an order between the two; "
+                "the reader must signal (release) and this task wait (acquire) in between"
+            )
+        # Atomics leave the readers on record: the next ordinary write must come after them too.
         if kind < ATOMIC_GPU:
             put(shadow.read, readers, 0)
     put(shadow.write, window, event)
@@ -95,22 +106,30 @@ def _at(runs: Runs, shadow: object, bad: np.ndarray) -> str:
     return runs.alloc.describe(start + position % per_run * shadow.grain)
 
 
-def _race(order: Order, runs: Runs, shadow: object, ids: np.ndarray, bad: int, kind: int, verb: str) -> str:
+def _race(
+    order: Order, runs: Runs, shadow: object, ids: np.ndarray, bad: int, kind: int, verb: str
+) -> str:
     what = KIND_NAMES[order.kinds[bad]]
     hint = "there is no release by the writer and acquire by this task between the two"
     if kind >= ATOMIC_GPU and order.kinds[bad] >= ATOMIC_GPU:
         hint = "atomics of gpu scope do not reach another rank; both need scope sys"
-    return (f"{verb} ({KIND_NAMES[kind]}) {_at(runs, shadow, ids == bad)}, written ({what}) by "
-            f"{party(order.info[bad])}; {hint}")
+    return (
+        f"{verb} ({KIND_NAMES[kind]}) {_at(runs, shadow, ids == bad)}, written ({what}) by "
+        f"{party(order.info[bad])}; {hint}"
+    )
 
 
 def _unfenced(order: Order, runs: Runs, shadow: object, ids: np.ndarray, bad: int) -> str:
-    return (f"TMA reads {_at(runs, shadow, ids == bad)}, written by ordinary stores of {party(order.info[bad])}, "
-            "without fence.proxy.async on both sides (the writer's after its stores and before its release, "
-            "the reader's after its acquire)")
+    return (
+        f"TMA reads {_at(runs, shadow, ids == bad)}, written by ordinary stores of "
+        f"{party(order.info[bad])}, without fence.proxy.async on both sides "
+        "(the writer's after its stores and before its release, the reader's after its acquire)"
+    )
 
 
-def check_scalar(clock: Clock, alloc: Allocation, offset: int, size: int, event: int, kind: int, writes: bool) -> None:
+def check_scalar(
+    clock: Clock, alloc: Allocation, offset: int, size: int, event: int, kind: int, writes: bool
+) -> None:
     """`check_read` or `check_write` of one element, quickly; an atomic update is a write only."""
     shadow = alloc.shadow(offset, offset + size)
     start = offset - shadow.lo

@@ -1,4 +1,4 @@
-"""Hopper's asynchronous units: mbarriers, TMA copies, warpgroup_mma."""
+"""Hopper's mbarriers and TMA copies."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from greenlet import getcurrent
 from . import dtypes as dt
 from .access import notify_runs
 from .dtypes import DType
-from .errors import AsyncFault, BarrierFault, KernelError, Misaligned, OutOfBounds
-from .faults import locate, mark_located, where
+from .errors import BarrierFault, KernelError, Misaligned, OutOfBounds
+from .faults import line, mark_located, where
 from .guard import check_read, check_write
-from .memory import Runs, load_raw, store_raw
-from .mma import STEP_BYTES, multiply_accumulate
-from .order import ASYNC, COPIES, IN_FLIGHT, MMAS, STORE_READS, Knowledge, join
+from .memory import load_raw, store_raw
+from .order import ASYNC, COPIES, IN_FLIGHT, STORE_READS, Knowledge, join
 from .shared import SharedMemory, check_shared_read, check_shared_write
-from .values import ANY_LAYOUT, Layout, Pointer, Scalar, Tensor, as_tensor
+from .values import ANY_LAYOUT, Layout, Pointer, Scalar, as_tensor
 
 
 def _on(pred: object) -> bool:
     return pred is True or bool(pred)
 
 
-# --- mbarrier --------------------------------------------------------------------------------------------------------
+# --- mbarrier -------------------------------------------------------------------------------------
+
 
 class Barrier:
-    """State of one mbarrier: `phase` counts completed phases, `left` missing arrivals, `tx` missing bytes."""
+    """State of one mbarrier: `phase` counts completed phases, `left` missing arrivals, `tx` missing
+    bytes.
+    """
 
     def __init__(self, name: str):
         self.name, self.valid = name, False
@@ -38,13 +40,17 @@ class Barrier:
 
     def require(self) -> None:
         if not self.valid:
-            raise BarrierFault(f"{self.name} is used before mbarrier.init or after mbarrier.invalidate")
+            raise BarrierFault(
+                f"{self.name} is used before mbarrier.init or after mbarrier.invalidate"
+            )
 
     def arrive(self, count: int, k: Knowledge) -> None:
         self.require()
         self.left -= count
         if self.left < 0:
-            raise BarrierFault(f"{self.name}: more arrivals than its count of {self.count} in one phase")
+            raise BarrierFault(
+                f"{self.name}: more arrivals than its count of {self.count} in one phase"
+            )
         self.now = join(self.now, k)
         self._complete()
 
@@ -59,12 +65,17 @@ class Barrier:
         if self.left:
             return
         if self.tx < 0:
-            raise BarrierFault(f"{self.name}: {-self.tx} bytes more than mbarrier.expect announced have arrived")
+            raise BarrierFault(
+                f"{self.name}: {-self.tx} bytes more than mbarrier.expect announced have arrived"
+            )
         if self.tx:
             return
         if self.in_flight:
-            raise BarrierFault(f"{self.name}: the phase completes while {self.in_flight} TMA copies on it are under way; "
-                               "mbarrier.expect announced too few bytes")
+            raise BarrierFault(
+                f"{self.name}: the phase completes while {self.in_flight} TMA copies on it are "
+                "under way; "
+                "mbarrier.expect announced too few bytes"
+            )
         self.known[self.phase & 1] = self.now
         self.phase += 1
         self.left, self.now = self.count, None
@@ -108,8 +119,13 @@ class mbarrier:  # noqa: N801 (stands for the module of that name)
         b.valid = False
 
     @staticmethod
-    def expect(barrier: SharedMemory, bytes: object = None, pred: object = True, bytes_per_cta: object = None,
-               from_cta: object = None) -> None:
+    def expect(
+        barrier: SharedMemory,
+        bytes: object = None,
+        pred: object = True,
+        bytes_per_cta: object = None,
+        from_cta: object = None,
+    ) -> None:
         if not _on(pred):
             return
         task, b = getcurrent(), _barrier(barrier)
@@ -119,7 +135,9 @@ class mbarrier:  # noqa: N801 (stands for the module of that name)
         task.effect()
 
     @staticmethod
-    def arrive(barrier: SharedMemory, *, count: object = 1, pred: object = True, from_cta: object = None) -> None:
+    def arrive(
+        barrier: SharedMemory, *, count: object = 1, pred: object = True, from_cta: object = None
+    ) -> None:
         if not _on(pred):
             return
         task, b = getcurrent(), _barrier(barrier)
@@ -127,7 +145,9 @@ class mbarrier:  # noqa: N801 (stands for the module of that name)
         task.effect()
 
     @staticmethod
-    def wait(barrier: SharedMemory, phase: object, pred: object = True, deps: Sequence = ()) -> None:
+    def wait(
+        barrier: SharedMemory, phase: object, pred: object = True, deps: Sequence = ()
+    ) -> None:
         if not _on(pred):
             return
         task, b = getcurrent(), _barrier(barrier)
@@ -138,18 +158,30 @@ class mbarrier:  # noqa: N801 (stands for the module of that name)
         task.pause()
         while b.phase & 1 == parity:
             b.waiters.append(task)
-            task.block(lambda: f"waits for {b.name} to complete a phase of parity {parity}: {b.phase} phases are "
-                               f"complete, {b.left} of {b.count} arrivals and {b.tx} bytes are missing")
+            task.block(
+                lambda: (
+                    f"waits for {b.name} to complete a phase of parity {parity}: {b.phase} phases "
+                    f"are complete, {b.left} of {b.count} arrivals and {b.tx} bytes are missing"
+                )
+            )
         task.clock.acquire(b.known[parity])
         task.effect()
 
 
-# --- TMA -------------------------------------------------------------------------------------------------------------
+# --- TMA ------------------------------------------------------------------------------------------
+
 
 class Descriptor:
     """A TMA descriptor of a row-major tensor in global memory."""
 
-    def __init__(self, address: int, shape: list[int], dtype: DType, block_shape: list[int], stride: object = None):
+    def __init__(
+        self,
+        address: int,
+        shape: list[int],
+        dtype: DType,
+        block_shape: list[int],
+        stride: object = None,
+    ):
         self.address, self.dims, self.dtype = address, shape, dtype
         self.block_shape = block_shape
         if len(shape) != len(block_shape):
@@ -168,14 +200,21 @@ class Descriptor:
     def _check(self) -> None:
         size = self.dtype.itemsize
         if self.address % 16:
-            raise Misaligned(f"a TMA descriptor's address must be a multiple of 16, not {self.address:#x}")
+            raise Misaligned(
+                f"a TMA descriptor's address must be a multiple of 16, not {self.address:#x}"
+            )
         if self.element_strides[-1] != 1:
-            raise Misaligned(f"a TMA descriptor's last stride must be 1, not {self.element_strides[-1]}")
+            raise Misaligned(
+                f"a TMA descriptor's last stride must be 1, not {self.element_strides[-1]}"
+            )
         for stride in self.element_strides[:-1]:
             if stride * size % 16:
-                raise Misaligned(f"a TMA descriptor's strides must be multiples of 16 bytes, not {stride * size}")
-        if self.block_shape[-1] * size % 16:
-            raise Misaligned(f"a TMA block's rows must be multiples of 16 bytes, not {self.block_shape[-1] * size}")
+                raise Misaligned(
+                    f"a TMA descriptor's strides must be multiples of 16 bytes, not {stride * size}"
+                )
+        block_bytes = self.block_shape[-1] * size
+        if block_bytes % 16:
+            raise Misaligned(f"a TMA block's rows must be multiples of 16 bytes, not {block_bytes}")
 
     @property
     def layout(self) -> object:
@@ -209,14 +248,20 @@ class Descriptor:
         """(run addresses, bytes of a run, region of the box that lies inside the tensor)."""
         at = [int(as_tensor(c).v) for c in coord]
         if len(at) != len(self.dims) or list(box_shape) != list(self.block_shape):
-            raise KernelError(f"a copy at {at} of a box {list(box_shape)} with a descriptor of block_shape "
-                              f"{self.block_shape}")
+            raise KernelError(
+                f"a copy at {at} of a box {list(box_shape)} with a descriptor of block_shape "
+                f"{self.block_shape}"
+            )
         size = self.dtype.itemsize
         if at[-1] * size % 16:
-            raise Misaligned(f"TMA: the innermost coordinate {at[-1]} is not a multiple of 16 bytes")
+            raise Misaligned(
+                f"TMA: the innermost coordinate {at[-1]} is not a multiple of 16 bytes"
+            )
         low = [max(c, 0) for c in at]
         high = [min(c + n, d) for c, n, d in zip(at, box_shape, self.dims, strict=True)]
-        region = tuple(slice(lo - c, max(hi - c, lo - c)) for lo, hi, c in zip(low, high, at, strict=True))
+        region = tuple(
+            slice(lo - c, max(hi - c, lo - c)) for lo, hi, c in zip(low, high, at, strict=True)
+        )
         if any(hi <= lo for lo, hi in zip(low, high, strict=True)):
             return None, 0, region
         start = np.asarray(self.address + low[-1] * size, np.int64)
@@ -237,14 +282,14 @@ class Copy:
             self.finish()
         except KernelError as e:
             if not getattr(e, "located", False):
-                from .faults import line
-
                 mark_located(e, f"{line(self.place)}: {self.task.title}: {e.args[0]}")
             raise
         self.done = True
 
 
-def _parts(task: object, desc: Descriptor, coord: Sequence, view: SharedMemory) -> tuple[list, tuple]:
+def _parts(
+    task: object, desc: Descriptor, coord: Sequence, view: SharedMemory
+) -> tuple[list, tuple]:
     if not isinstance(desc, Descriptor):
         raise KernelError(f"a TMA descriptor is needed, not {type(desc).__name__}")
     if view.dtype.itemsize != desc.dtype.itemsize:
@@ -264,8 +309,15 @@ class tma:  # noqa: N801 (stands for the module of that name)
     tensor_descriptor = Descriptor
 
     @staticmethod
-    def async_load(tensor_desc: Descriptor, coord: Sequence, barrier: SharedMemory, result: SharedMemory,
-                   pred: object = True, multicast: object = False, cache_policy: object = None) -> None:
+    def async_load(
+        tensor_desc: Descriptor,
+        coord: Sequence,
+        barrier: SharedMemory,
+        result: SharedMemory,
+        pred: object = True,
+        multicast: object = False,
+        cache_policy: object = None,
+    ) -> None:
         if not _on(pred):
             return
         task, b, place = getcurrent(), _barrier(barrier), where()
@@ -280,13 +332,21 @@ class tma:  # noqa: N801 (stands for the module of that name)
         task.cta.copies += 1
 
         def finish() -> None:
-            if parts and all(s.stop - s.start == n for s, n in zip(region, result.shape, strict=True)):
-                result.data[...] = load_raw(parts[0][0], desc.dtype).reshape(result.shape).view(result.data.dtype)
+            if parts and all(
+                s.stop - s.start == n for s, n in zip(region, result.shape, strict=True)
+            ):
+                result.data[...] = (
+                    load_raw(parts[0][0], desc.dtype).reshape(result.shape).view(result.data.dtype)
+                )
             else:
                 result.data[...] = 0
                 if parts:
                     target = result.data[region]
-                    target[...] = load_raw(parts[0][0], desc.dtype).reshape(target.shape).view(result.data.dtype)
+                    target[...] = (
+                        load_raw(parts[0][0], desc.dtype)
+                        .reshape(target.shape)
+                        .view(result.data.dtype)
+                    )
             result.write[...] = event
             task.cta.copies -= 1
             b.land(result.data.nbytes, clock.completion(event))
@@ -298,7 +358,9 @@ class tma:  # noqa: N801 (stands for the module of that name)
     async_copy_global_to_shared = async_load
 
     @staticmethod
-    def async_store(tensor_desc: Descriptor, coord: Sequence, src: SharedMemory, cache_policy: object = None) -> None:
+    def async_store(
+        tensor_desc: Descriptor, coord: Sequence, src: SharedMemory, cache_policy: object = None
+    ) -> None:
         task, place, desc = getcurrent(), where(), tensor_desc
         clock = task.clock
         parts, region = _parts(task, desc, coord, src)
@@ -327,7 +389,9 @@ class tma:  # noqa: N801 (stands for the module of that name)
 
     @staticmethod
     def store_wait(pendings: object, read_only: object = False) -> None:
-        """Wait until at most `pendings` stores are outstanding; `read_only`: only until they have read their source."""
+        """Wait until at most `pendings` stores are outstanding; `read_only`: only until they have
+        read their source.
+        """
         task, keep = getcurrent(), int(as_tensor(pendings).v)
         task.pause()
         while len(task.stores) > keep:
@@ -341,132 +405,13 @@ class tma:  # noqa: N801 (stands for the module of that name)
         task.effect()
 
     @staticmethod
-    def make_tensor_descriptor(base: Pointer, shape: Sequence, strides: Sequence, block_shape: Sequence,
-                               layout: object = None, padding_option: str = "zero") -> Descriptor:
+    def make_tensor_descriptor(
+        base: Pointer,
+        shape: Sequence,
+        strides: Sequence,
+        block_shape: Sequence,
+        layout: object = None,
+        padding_option: str = "zero",
+    ) -> Descriptor:
         ints = [[int(as_tensor(n).v) for n in seq] for seq in (shape, block_shape, strides)]
         return Descriptor(base.base, ints[0], base.dtype.element_ty, ints[1], ints[2])
-
-
-# --- fences and WGMMA ------------------------------------------------------------------------------------------------
-
-def fence_async_shared(cluster: bool = False) -> None:
-    """Ordinary writes to shared memory before it are visible to TMA and WGMMA after it."""
-    getcurrent().clock.proxy_fence(in_global=False, in_shared=True)
-
-
-class MmaResult:
-    """The accumulator of an asynchronous warpgroup_mma: unusable until warpgroup_mma_wait returns it."""
-
-    pending_mma = True
-
-    def __init__(self, op: Mma):
-        self._op = op
-
-    @property
-    def type(self) -> MmaResult:
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._op.shape
-
-    @property
-    def dtype(self) -> DType:
-        return dt.float32
-
-    @property
-    def layout(self) -> object:
-        return ANY_LAYOUT
-
-    def __getattr__(self, name: str) -> object:
-        raise AsyncFault(f"the result of an asynchronous warpgroup_mma is used (.{name}) before warpgroup_mma_wait")
-
-
-def _unusable(self: MmaResult, *_: object) -> None:
-    raise AsyncFault("the result of an asynchronous warpgroup_mma is used before warpgroup_mma_wait has returned it")
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "lt", "le", "gt", "ge", "eq",
-              "ne", "bool", "getitem", "and", "or"):
-    setattr(MmaResult, f"__{_name}__", _unusable)
-MmaResult.__hash__ = object.__hash__
-
-
-class Mma:
-    """One warpgroup_mma: operands until it is executed, then `value`."""
-
-    def __init__(self, a: object, b: SharedMemory, acc: object, event: int):
-        self.a, self.b, self.acc, self.event = a, b, acc, event
-        self.shape = (a.shape[0], b.shape[1])
-        self.value: np.ndarray | None = None
-
-    def execute(self) -> None:
-        dtype = self.b.dtype
-        a = self.a.data if isinstance(self.a, SharedMemory) else dt.encode(self.a.v, dtype)
-        acc = self.acc
-        if isinstance(acc, MmaResult):
-            acc = acc._op.value
-        elif acc is not None:
-            acc = acc.v
-        self.value = multiply_accumulate(a, self.b.data, acc, dtype)
-        self.a = self.b = self.acc = None
-
-
-def _check_operands(a: object, b: SharedMemory, acc: object) -> None:
-    if not isinstance(b, SharedMemory):
-        raise KernelError("warpgroup_mma: b must be in shared memory")
-    if not isinstance(a, (SharedMemory, Tensor)):
-        raise KernelError(f"warpgroup_mma: a must be a tensor or in shared memory, not {type(a).__name__}")
-    if a.dtype is not b.dtype or b.dtype not in (dt.float8e4nv, dt.bfloat16, dt.float16):
-        raise KernelError(f"warpgroup_mma of {a.dtype} and {b.dtype}: both must be float8e4nv, bfloat16 or float16")
-    m, k, n = a.shape[0], a.shape[1], b.shape[1]
-    if b.shape[0] != k or tuple(acc.shape) != (m, n):
-        raise KernelError(f"warpgroup_mma of {list(a.shape)} and {list(b.shape)} into {list(acc.shape)}")
-    if k * a.dtype.itemsize % STEP_BYTES or m % 64 or n % 8:
-        raise KernelError(f"warpgroup_mma: M = {m} must be a multiple of 64, N = {n} of 8, K = {k} of "
-                          f"{STEP_BYTES // a.dtype.itemsize}")
-    if acc.dtype is not dt.float32:
-        raise KernelError(f"warpgroup_mma: the accumulator must be float32, not {acc.dtype}")
-
-
-def warpgroup_mma(a: object, b: SharedMemory, acc: object, *, use_acc: object = True, precision: object = None,
-                  max_num_imprecise_acc: object = None, is_async: object = False) -> object:
-    """`acc = a @ b + (acc if use_acc else 0)`; asynchronous, the operands are read when it completes."""
-    task = getcurrent()
-    _check_operands(a, b, acc)
-    clock = task.clock
-    event = clock.async_event(where(), MMAS)
-    for operand in (a, b):
-        if isinstance(operand, SharedMemory):
-            check_shared_read(clock, operand, event, True)
-    op = Mma(a, b, acc if bool(use_acc) else None, event)
-    task.mmas.append(op)
-    if is_async:
-        return MmaResult(op)
-    return warpgroup_mma_wait(0, [MmaResult(op)])
-
-
-def warpgroup_mma_wait(num_outstanding: object = 0, deps: Sequence | None = None) -> object:
-    """Complete all but the newest `num_outstanding`; returns `deps`, as tensors where they are complete."""
-    if deps is None:
-        raise KernelError("warpgroup_mma_wait needs deps")
-    task, keep = getcurrent(), int(num_outstanding)
-    while len(task.mmas) > keep:
-        op = task.mmas.pop(0)
-        op.execute()
-        task.clock.learn_async(op.event)
-    out = []
-    for dep in deps:
-        if isinstance(dep, MmaResult) and dep._op.value is not None:
-            dep = Tensor(dep._op.value, dt.float32)
-        out.append(dep)
-    return out[0] if len(out) == 1 else tuple(out)
-
-
-def warpgroup_mma_init(value: Tensor) -> Tensor:
-    """A first accumulator."""
-    return value
-
-
-__all__ = ["Descriptor", "MmaResult", "fence_async_shared", "locate", "mbarrier", "tma", "warpgroup_mma",
-           "warpgroup_mma_init", "warpgroup_mma_wait"]

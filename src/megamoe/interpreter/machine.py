@@ -1,7 +1,7 @@
 """The simulated machine: ranks, buffers, launches, and the scheduler of their tasks.
 
-Every (rank, program, partition) is a greenlet.  A seeded scheduler picks who goes on at each wait, atomic, flag access and
-asynchronous completion; the same seed gives the same run.
+Every (rank, program, partition) is a greenlet.  A seeded scheduler picks who goes on at each wait,
+atomic, flag access and asynchronous completion; the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from . import dtypes as dt
 from .errors import AsyncFault, BarrierFault, Deadlock, KernelError, Livelock
-from .faults import locate
+from .faults import locate, party
 from .hopper import Descriptor
 from .memory import Allocation, Memory, as_bytes
 from .order import SLOTS, UNWRITTEN, Clock, Knowledge, Order, join
@@ -51,7 +51,7 @@ class Program:
 
     def __init__(self) -> None:
         self.barriers: list = []
-        self.copies = 0                # TMA loads under way
+        self.copies = 0  # TMA loads under way
         self.clock_steps = 0
 
 
@@ -73,19 +73,31 @@ class Launch:
 class Task(greenlet):
     """One partition of one program."""
 
-    def __init__(self, machine: Machine, launch: Launch, program: int, cta: Program, role: str, warps: int,
-                 clock: Callable[[Task], Clock], body: Callable):
+    def __init__(
+        self,
+        machine: Machine,
+        launch: Launch,
+        program: int,
+        cta: Program,
+        role: str,
+        warps: int,
+        clock: Callable[[Task], Clock],
+        body: Callable,
+    ):
         super().__init__(self._main, parent=machine.hub)
         self.machine, self.launch, self.program, self.cta = machine, launch, program, cta
         self.rank, self.role, self.warps, self.body = launch.rank, role, warps, body
-        self.waiting: Callable[[], str] | None = None      # says what for
+        self.waiting: Callable[[], str] | None = None  # says what for
         self.watching: list[tuple[Allocation, int]] = []
-        self.polls: dict[tuple, tuple] = {}                # flags read since the last effect: value, address
-        self.soft = False                                  # waits only because it read the same value twice
-        self.timed = False                                 # its wait ends when the time is up
+        self.polls: dict[tuple, tuple] = {}  # flags read since the last effect: value, address
+        self.soft = False  # waits only because it read the same value twice
+        self.timed = False  # its wait ends when the time is up
         self.mmas: list = []
         self.stores: list = []
-        self.loose: dict[str, Knowledge | None] = {"gpu": None, "sys": None}     # read relaxed, not yet fenced
+        self.loose: dict[str, Knowledge | None] = {
+            "gpu": None,
+            "sys": None,
+        }  # read relaxed, not yet fenced
         self.fence_release: dict[str, Knowledge | None] = {"gpu": None, "sys": None, "cta": None}
         self.clock = clock(self)
         self.finished = False
@@ -147,14 +159,21 @@ class Task(greenlet):
 class Machine:
     """A node of `ranks` simulated GPUs.
 
-    `seed` picks the schedule.  `expire_deadlines`: when nothing can run, time jumps so that loops that read the timer
-    run into their deadline (otherwise that state is a `Deadlock`).  `max_steps` bounds a run; `progress(steps)` is
-    called every 10,000 steps.
+    `seed` picks the schedule.  `expire_deadlines`: when nothing can run, time jumps so that loops
+    that read the timer run into their deadline (otherwise that state is a `Deadlock`).  `max_steps`
+    bounds a run; `progress(steps)` is called every 10,000 steps.
     """
 
-    def __init__(self, *, ranks: int = 1, seed: int = 0, deadline_ns: int | None = None,
-                 expire_deadlines: bool = False, max_steps: int = 50_000_000,
-                 progress: Callable[[int], None] | None = None):
+    def __init__(
+        self,
+        *,
+        ranks: int = 1,
+        seed: int = 0,
+        deadline_ns: int | None = None,
+        expire_deadlines: bool = False,
+        max_steps: int = 50_000_000,
+        progress: Callable[[int], None] | None = None,
+    ):
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}; at least one is needed")
         self.ranks, self.seed = ranks, seed
@@ -173,17 +192,24 @@ class Machine:
         self._queues: list[deque[Launch]] = [deque() for _ in range(ranks)]
         self._slots: dict[tuple[int, int, int], int] = {}
         self._after: list[Knowledge | None] = [None] * ranks
-        self.effects = 0               # changes that others may see
+        self.effects = 0  # changes that others may see
         self._idle_wakes = self._idle_effects = 0
 
-    # --- buffers and arguments -----------------------------------------------------------------------------------
+    # --- buffers and arguments --------------------------------------------------------------------
 
-    def register(self, rank: int, array: object, *, name: str = "buffer", written: bool = True,
-                 readonly: bool = False) -> Buffer:
+    def register(
+        self,
+        rank: int,
+        array: object,
+        *,
+        name: str = "buffer",
+        written: bool = True,
+        readonly: bool = False,
+    ) -> Buffer:
         """Give `array` (contiguous NumPy array or CPU tensor, not copied) an address on `rank`.
 
-        `written=False`: reading bytes that no kernel has written is an error.  `readonly`: kernels may not write it,
-        which saves the bookkeeping of who read what.
+        `written=False`: reading bytes that no kernel has written is an error.  `readonly`: kernels
+        may not write it, which saves the bookkeeping of who read what.
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not one of 0 to {self.ranks - 1}")
@@ -207,28 +233,48 @@ class Machine:
 
     def _check_range(self, buf: Buffer, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 1 or offset + nbytes > buf.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes - 1} are not inside {buf.alloc.name}, "
-                             f"which has {buf.nbytes} bytes")
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes - 1} are not inside {buf.alloc.name}, "
+                f"which has {buf.nbytes} bytes"
+            )
 
     def pointer(self, buf: Buffer | int, dtype: object = "int8", offset: int = 0) -> Pointer:
-        """A pointer argument: `offset` bytes into a buffer, or into what lies at a plain address."""
+        """A pointer argument: `offset` bytes into a buffer, or from a plain address."""
         base = buf if isinstance(buf, int) else buf.address
         return Pointer(base + offset, [], (), dt.pointer_type(dt.as_dtype(dtype)))
 
-    def descriptor(self, buf: Buffer | int, offset: int = 0, *, shape: Sequence[int], dtype: object,
-                   block_shape: Sequence[int], stride: int | Sequence[int] | None = None) -> Descriptor:
-        """A TMA descriptor argument of a row-major array; `stride` is in elements (of the first dimension, or all)."""
+    def descriptor(
+        self,
+        buf: Buffer | int,
+        offset: int = 0,
+        *,
+        shape: Sequence[int],
+        dtype: object,
+        block_shape: Sequence[int],
+        stride: int | Sequence[int] | None = None,
+    ) -> Descriptor:
+        """A TMA descriptor argument of a row-major array; `stride` is in elements (of the first
+        dimension, or all).
+        """
         base = buf if isinstance(buf, int) else buf.address
         return Descriptor(base + offset, list(shape), dt.as_dtype(dtype), list(block_shape), stride)
 
-    # --- launches ------------------------------------------------------------------------------------------------
+    # --- launches ---------------------------------------------------------------------------------
 
-    def enqueue(self, rank: int, kernel: object, *, grid: int, args: Sequence = (), kwargs: dict | None = None,
-                num_warps: int = 4) -> None:
+    def enqueue(
+        self,
+        rank: int,
+        kernel: object,
+        *,
+        grid: int,
+        args: Sequence = (),
+        kwargs: dict | None = None,
+        num_warps: int = 4,
+    ) -> None:
         """Put a launch of `grid` programs at the end of the stream of `rank`.
 
-        Integers become int32 (int64 if they need it), floats fp32; parameters annotated `gl.constexpr`, and `kwargs`
-        for them, stay Python values.
+        Integers become int32 (int64 if they need it), floats fp32; parameters annotated
+        `gl.constexpr`, and `kwargs` for them, stay Python values.
         """
         fn = rebind(kernel)
         bound = inspect.signature(fn).bind(*args, **(kwargs or {}))
@@ -248,13 +294,21 @@ class Machine:
         for program in range(launch.grid):
             slot = self.slot(launch.rank, program, 0)
             cta = Program()
-            task = Task(self, launch, program, cta, launch.name, launch.num_warps,
-                        lambda t, s=slot: Clock(self.order, s, start, t), _run_program)
+            task = Task(
+                self,
+                launch,
+                program,
+                cta,
+                launch.name,
+                launch.num_warps,
+                lambda t, s=slot: Clock(self.order, s, start, t),
+                _run_program,
+            )
             self.tasks[task] = None
             self.ready.append(task)
 
     def slot(self, rank: int, program: int, partition: int) -> int:
-        """Clock slots of a task; launches of a rank reuse them, since they run one after the other."""
+        """Clock slots of a task; launches of a rank reuse them, since they run in turn."""
         key = (rank, program, partition)
         if key not in self._slots:
             self._slots[key] = self.order.add_slots(SLOTS)
@@ -273,7 +327,7 @@ class Machine:
         if self._queues[rank]:
             self._start(self._queues[rank].popleft())
 
-    # --- the scheduler -------------------------------------------------------------------------------------------
+    # --- the scheduler ----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run all enqueued launches to their end; raises a `KernelError` at the first fault."""
@@ -331,7 +385,9 @@ class Machine:
             raise Livelock(f"no end after {self.steps} steps; the tasks:\n" + self._report())
 
     def _idle(self) -> None:
-        """Nobody can run.  Let the polls that only wait because nothing changed try again, then let time pass."""
+        """Nobody can run.  Let the polls that only wait because nothing changed try again, then let
+        time pass.
+        """
         tasks = list(self.tasks)
         soft = [t for t in tasks if t.soft]
         timed = [t for t in tasks if t.timed]
@@ -391,7 +447,9 @@ def _argument(value: object) -> object:
     if isinstance(value, (float, np.floating)):
         return wrap(value, dt.float32)
     if isinstance(value, Buffer):
-        raise KernelError("pass m.pointer(buffer, dtype=...) or m.descriptor(...), not the buffer itself")
+        raise KernelError(
+            "pass m.pointer(buffer, dtype=...) or m.descriptor(...), not the buffer itself"
+        )
     if hasattr(value, "data_ptr") or isinstance(value, np.ndarray):
         raise KernelError("arrays are passed as m.pointer(m.register(rank, array), dtype=...)")
     return value
@@ -404,10 +462,14 @@ def _run_program(task: Task) -> None:
     end_task(task)
     cta = task.cta
     if cta.copies:
-        raise AsyncFault(f"the program ends with {cta.copies} TMA loads under way that nobody waited for")
+        raise AsyncFault(
+            f"the program ends with {cta.copies} TMA loads under way that nobody waited for"
+        )
     for barrier in cta.barriers:
         if barrier.valid and barrier.tx:
-            raise BarrierFault(f"the program ends while {barrier.name} still expects {barrier.tx} bytes")
+            raise BarrierFault(
+                f"the program ends while {barrier.name} still expects {barrier.tx} bytes"
+            )
     machine = task.machine
     del machine.tasks[task]
     machine.finished(task)
@@ -415,7 +477,14 @@ def _run_program(task: Task) -> None:
 
 def end_task(task: Task) -> None:
     """Checks at the end of a partition."""
+    order = task.machine.order
     if task.mmas:
-        raise AsyncFault(f"the partition ends with {len(task.mmas)} warpgroup_mma not waited for")
+        raise AsyncFault(
+            f"the partition ends with {len(task.mmas)} warpgroup_mma not waited for "
+            f"(the first: {party(order.info[task.mmas[0].event])})"
+        )
     if task.stores:
-        raise AsyncFault(f"the partition ends with {len(task.stores)} TMA stores not waited for")
+        raise AsyncFault(
+            f"the partition ends with {len(task.stores)} TMA stores not waited for "
+            f"(the first: {party(order.info[task.stores[0][1]])})"
+        )

@@ -1,7 +1,8 @@
 """Global memory: addresses over NumPy arrays, and what is remembered about every byte.
 
-An access is a number of *runs*: `addr` (an int, or an int64 array of run starts) and the bytes of one run.  A tile whose
-rows are contiguous is one run a row; lanes at unrelated addresses are runs of one element.
+An access is a number of *runs*: `addr` (an int, or an int64 array of run starts) and the bytes of
+one run.  A tile whose rows are contiguous is one run a row; lanes at unrelated addresses are runs
+of one element.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Shadow:
 class Allocation:
     """One registered array: `data` are its bytes."""
 
-    def __init__(self, base: int, data: np.ndarray, rank: int, name: str, written: bool, readonly: bool):
+    def __init__(
+        self, base: int, data: np.ndarray, rank: int, name: str, written: bool, readonly: bool
+    ):
         self.base, self.data, self.rank, self.name, self.readonly = base, data, rank, name, readonly
         self.size = data.size
         self.end = base + data.size
@@ -124,7 +127,9 @@ class Allocation:
 
 
 class Runs:
-    """Runs inside one allocation: `start` an offset or an int64 array of offsets, `nbytes` of each run."""
+    """Runs inside one allocation: `start` an offset or an int64 array of offsets, `nbytes` of each
+    run.
+    """
 
     __slots__ = ("alloc", "index", "nbytes", "start", "stride")
 
@@ -135,8 +140,11 @@ class Runs:
             start = int(start[0])
         elif type(start) is not int and start.size > 1:
             step = int(start[1]) - int(start[0])
-            if step >= nbytes and int(start[-1]) - int(start[0]) == step * (start.size - 1) \
-                    and bool((start[1:] - start[:-1] == step).all()):
+            if (
+                step >= nbytes
+                and int(start[-1]) - int(start[0]) == step * (start.size - 1)
+                and bool((start[1:] - start[:-1] == step).all())
+            ):
                 if step == nbytes:
                     self.nbytes = nbytes * start.size
                     start = int(start[0])
@@ -152,15 +160,19 @@ class Runs:
         return int(self.start.min()), int(self.start.max()) + self.nbytes
 
     def get(self, flat: np.ndarray, unit: int, lo: int = 0) -> tuple[np.ndarray, np.ndarray | None]:
-        """The elements of `unit` bytes in `flat`, which begins at offset `lo`: (a view, None), or (a copy, its index)."""
+        """The elements of `unit` bytes in `flat`, which begins at offset `lo`: (a view, None), or
+        (a copy, its index).
+        """
         start, count = self.start, self.nbytes // unit
         if type(start) is int:
             at = (start - lo) // unit
-            return flat[at:at + count], None
+            return flat[at : at + count], None
         if self.stride and self.stride % unit == 0:
             size = flat.itemsize
             at = (int(start[0]) - lo) // unit * size
-            return np.ndarray((start.size, count), flat.dtype, flat, at, (self.stride // unit * size, size)), None
+            return np.ndarray(
+                (start.size, count), flat.dtype, flat, at, (self.stride // unit * size, size)
+            ), None
         key = (unit, lo)
         index = self.index.get(key)
         if index is None:
@@ -189,7 +201,9 @@ class Memory:
         self._next = _BASE
         self._recent: Allocation | None = None
 
-    def add(self, data: np.ndarray, rank: int, name: str, written: bool, readonly: bool) -> Allocation:
+    def add(
+        self, data: np.ndarray, rank: int, name: str, written: bool, readonly: bool
+    ) -> Allocation:
         alloc = Allocation(self._next, data, rank, name, written, readonly)
         # The gap between buffers catches addresses that run off an end.
         self._next += -(-(data.size + _ALIGN) // _ALIGN) * _ALIGN
@@ -212,12 +226,16 @@ class Memory:
     def _outside(self, lo: int, hi: int, before: Allocation | None) -> str:
         text = f"addresses {lo:#x} to {hi - 1:#x} are in no registered buffer"
         if before is not None:
-            text += (f" (nearest below: {before.name} of rank {before.rank}, "
-                     f"{before.size} bytes, this is byte {lo - before.base})")
+            text += (
+                f" (nearest below: {before.name} of rank {before.rank}, "
+                f"{before.size} bytes, this is byte {lo - before.base})"
+            )
         return text
 
     def split(self, addr: object, nbytes: int) -> list[tuple[Runs, np.ndarray | None]]:
-        """The runs by allocation, each with the positions of its runs among all (None: all of them)."""
+        """The runs by allocation, each with the positions of its runs among all (None: all of
+        them).
+        """
         if type(addr) is int:
             alloc = self.at(addr, addr + nbytes)
             return [(Runs(alloc, addr - alloc.base, nbytes), None)]
@@ -246,9 +264,21 @@ class Memory:
 
 
 class Access:
-    """The lanes of a pointer tensor, after the mask, as runs; and the way between runs and the tensor's shape."""
+    """The lanes of a pointer tensor, after the mask, as runs; and the way between runs and the
+    tensor's shape.
+    """
 
-    __slots__ = ("addr", "cols", "cols_total", "count", "flip", "keep", "rows_total", "shape", "size")
+    __slots__ = (
+        "addr",
+        "cols",
+        "cols_total",
+        "count",
+        "flip",
+        "keep",
+        "rows_total",
+        "shape",
+        "size",
+    )
 
     def __init__(self, pointer: Pointer, mask: Tensor | None, size: int):
         self.size, self.shape = size, pointer.shape
@@ -258,7 +288,11 @@ class Access:
         if mask is not None:
             self._apply(pointer, mask)
         self.count = self.cols.stop - self.cols.start
-        bad = self.addr % size if type(self.addr) is int else int(np.bitwise_or.reduce(self.addr, initial=0)) % size
+        bad = (
+            self.addr % size
+            if type(self.addr) is int
+            else int(np.bitwise_or.reduce(self.addr, initial=0)) % size
+        )
         if bad and size > 1:
             raise Misaligned(f"an address is not a multiple of {size}, the size of its elements")
 
@@ -281,32 +315,51 @@ class Access:
             else:
                 self.addr, self.rows_total = p.terms[0] + p.base, p.terms[0].size
             return
-        if len(p.terms) <= 2 and len(p.shape) == 2 and self._separable(p):
+        if len(p.shape) > 1 and (self._rows(p) or len(p.shape) == 2 and self._columns(p)):
             return
         self._dense(np.asarray(p.v, np.int64))
 
-    def _separable(self, p: Pointer) -> bool:
-        """A column of row offsets plus a row of column offsets, one of the two contiguous."""
-        rows, cols = p.shape
-        column = row = None
+    def _rows(self, p: Pointer) -> bool:
+        """Whether the last dimension is contiguous and the others add offsets of their own: one run
+        a row.
+        """
+        *outer, cols = p.shape
+        row = self._line(p, -1)
+        if row is None:
+            return False
+        starts = np.full(outer, p.base + int(row.flat[0]), np.int64)
         for t in p.terms:
-            if t.shape == (rows, 1) and column is None:
-                column = t[:, 0]
-            elif t.shape == (1, cols) and row is None:
-                row = t[0]
-            else:
-                return False
-        if row is not None and self._contiguous(row):
-            starts = column + (p.base + int(row[0])) if column is not None \
-                else np.full(rows, p.base + int(row[0]), np.int64)
-            self.addr, self.rows_total, self.cols_total = starts, rows, cols
-            return True
-        if column is not None and self._contiguous(column):
-            starts = row + (p.base + int(column[0])) if row is not None \
-                else np.full(cols, p.base + int(column[0]), np.int64)
-            self.addr, self.rows_total, self.cols_total, self.flip = starts, cols, rows, True
-            return True
-        return False
+            if t is not row:
+                starts += t[..., 0]
+        self.addr, self.rows_total, self.cols_total = starts.reshape(-1), starts.size, cols
+        return True
+
+    def _columns(self, p: Pointer) -> bool:
+        """The same with the first of two dimensions contiguous: one run a column."""
+        rows, cols = p.shape
+        column = self._line(p, 0)
+        if column is None:
+            return False
+        starts = np.full(cols, p.base + int(column.flat[0]), np.int64)
+        for t in p.terms:
+            if t is not column:
+                starts += t[0]
+        self.addr, self.rows_total, self.cols_total, self.flip = starts, cols, rows, True
+        return True
+
+    def _line(self, p: Pointer, axis: int) -> np.ndarray | None:
+        """The one term that depends on this axis, if it depends on no other and is contiguous."""
+        found = None
+        for t in p.terms:
+            if t.ndim != len(p.shape):
+                return None
+            if t.shape[axis] != 1:
+                if found is not None or t.size != t.shape[axis]:
+                    return None
+                found = t
+        if found is None or found.size != p.shape[axis] or not self._contiguous(found.reshape(-1)):
+            return None
+        return found
 
     def _dense(self, a: np.ndarray) -> None:
         if a.ndim == 2 and a.shape[1] > 1 and bool((a[:, 1:] - a[:, :-1] == self.size).all()):
@@ -318,8 +371,10 @@ class Access:
 
     def _contiguous(self, t: np.ndarray) -> bool:
         n = t.size
-        return n == 1 or (int(t[-1]) - int(t[0]) == (n - 1) * self.size
-                          and bool((t[1:] - t[:-1] == self.size).all()))
+        return n == 1 or (
+            int(t[-1]) - int(t[0]) == (n - 1) * self.size
+            and bool((t[1:] - t[:-1] == self.size).all())
+        )
 
     def _apply(self, p: Pointer, mask: Tensor) -> None:
         """Leave out the lanes that are masked off."""
@@ -360,7 +415,9 @@ class Access:
         self.keep = np.zeros(0, np.int64)
 
     def to_tensor(self, data: np.ndarray, fill: object) -> np.ndarray:
-        """An array of the tensor's shape from run data [runs, count]; `fill` (a number or array) elsewhere."""
+        """An array of the tensor's shape from run data [runs, count]; `fill` (a number or array)
+        elsewhere.
+        """
         data = data.reshape(-1, self.count)
         if self.keep is not None or self.count != self.cols_total:
             out = self._filled(fill, data.dtype)
@@ -404,7 +461,9 @@ def as_bytes(array: object) -> np.ndarray:
             raise KernelError("only contiguous CPU tensors can be registered")
         return array.detach().reshape(-1).view(torch.uint8).numpy()
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
-        raise KernelError(f"a contiguous NumPy array or CPU tensor is needed, not {type(array).__name__}")
+        raise KernelError(
+            f"a contiguous NumPy array or CPU tensor is needed, not {type(array).__name__}"
+        )
     return array.reshape(-1).view(np.uint8)
 
 

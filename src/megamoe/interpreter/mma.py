@@ -1,8 +1,9 @@
 """The tensor core's arithmetic, with results that do not depend on the shape of the tile.
 
-A product runs in steps of one instruction, 32 bytes of K.  The products of a step are summed in float64, added to the fp32
-accumulator in float64, and rounded once to fp32.  Sums of e4m3 products are exact in float64.  Sums of bfloat16 products
-need not be, and a matrix library may order them by the shape: they are split so that the part that decides is exact.
+A product runs in steps of one instruction, 32 bytes of K.  The products of a step are summed in
+float64, added to the fp32 accumulator in float64, and rounded once to fp32.  Sums of e4m3 products
+are exact in float64.  Sums of bfloat16 products need not be, and a matrix library may order them by
+the shape: they are split so that the part that decides is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from .dtypes import DType
 STEP_BYTES = 32
 
 
-def multiply_accumulate(a: np.ndarray, b: np.ndarray, acc: np.ndarray | None, dtype: DType) -> np.ndarray:
+def multiply_accumulate(
+    a: np.ndarray, b: np.ndarray, acc: np.ndarray | None, dtype: DType
+) -> np.ndarray:
     """fp32 `acc + a @ b` of memory-format arrays a [M, K] and b [K, N]; acc None counts as zero."""
     step = STEP_BYTES // dtype.itemsize
     m, k = a.shape
@@ -31,10 +34,12 @@ def multiply_accumulate(a: np.ndarray, b: np.ndarray, acc: np.ndarray | None, dt
 
 
 def _shape_independent(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Sums of at most 16 products of bfloat16 values (8 significant bits each), the same in every tile."""
+    """Sums of at most 16 products of bfloat16 values (8 significant bits each), the same in every
+    tile.
+    """
     big, small = _extremes(left)
     big2, small2 = _extremes(right)
-    # Multiples of 2^(e_min - 7) below 2^(e_max + 1): exact while both ranges and 16 + 4 bits fit into 53.
+    # Multiples of 2^(e_min - 7) below 2^(e_max + 1): exact while both ranges and 20 bits fit in 53.
     if big / small * (big2 / small2) < 2.0**32:
         return np.matmul(left, right)
     bad_left, bad_right = ~np.isfinite(left), ~np.isfinite(right)
@@ -62,7 +67,9 @@ def _extremes(x: np.ndarray) -> tuple[float, float]:
 
 
 def _split(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """x = high + low, high a multiple of 2^-23 of the power of two of its row's (column's) largest value."""
+    """x = high + low, high a multiple of 2^-23 of the power of two of its row's (column's) largest
+    value.
+    """
     top = np.abs(x).max(axis=axis, keepdims=True)
     _, exponent = np.frexp(top)
     grid = np.ldexp(1.5, exponent - 1 + 52 - 23)

@@ -1,12 +1,13 @@
 """Who is ordered after whom: vector clocks, events, and what an acquire learns from a release.
 
-Every task owns slots of the clock vectors: its own accesses, and its asynchronous operations (which are ordered after
-their issue but before the task only once it has waited).  A slot's clock moves on when something is published.  An *event*
-is "accesses of one kind, from one line, in one tick of one slot"; memory remembers the last writing event and the reading
-events of each granule, and an access is a race unless the clock of its task covers them.
+Every task owns slots of the clock vectors: its own accesses, and its asynchronous operations (which
+are ordered after their issue but before the task only once it has waited).  A slot's clock moves on
+when something is published.  An *event* is "accesses of one kind, from one line, in one tick of one
+slot"; memory remembers the last writing event and the reading events of each granule, and an access
+is a race unless the clock of its task covers them.
 
-The proxy rule: bytes stored ordinarily and read by TMA need a proxy fence by the writer (before its release) and one by
-the reader (after its acquire).  Shared memory needs only the writer's.
+The proxy rule: bytes stored ordinarily and read by TMA need a proxy fence by the writer (before its
+release) and one by the reader (after its acquire).  Shared memory needs only the writer's.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ def _join(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
     if a.size < b.size:
         a, b = b, a
     out = a.copy()
-    np.maximum(out[:b.size], b, out=out[:b.size])
+    np.maximum(out[: b.size], b, out=out[: b.size])
     return out
 
 
 class Knowledge:
-    """What a release hands over: clocks, and the clocks that were proxy-fenced (global, shared).  Immutable."""
+    """What a release hands over: clocks, and the clocks that were proxy-fenced (global, shared).
+    Immutable.
+    """
 
     __slots__ = ("fenced", "sfenced", "vc")
 
@@ -47,8 +50,11 @@ class Knowledge:
     def join(self, other: Knowledge | None) -> Knowledge:
         if other is None or other is self:
             return self
-        return Knowledge(_join(self.vc, other.vc), _join(self.fenced, other.fenced),
-                         _join(self.sfenced, other.sfenced))
+        return Knowledge(
+            _join(self.vc, other.vc),
+            _join(self.fenced, other.fenced),
+            _join(self.sfenced, other.sfenced),
+        )
 
 
 def join(a: Knowledge | None, b: Knowledge | None) -> Knowledge | None:
@@ -58,10 +64,29 @@ def join(a: Knowledge | None, b: Knowledge | None) -> Knowledge | None:
 class Clock:
     """A task's view of everybody's progress."""
 
-    __slots__ = ("events", "fenced", "order", "pending", "seen", "sfenced", "slot", "sseen", "stored",
-                 "ordered", "task", "vc")
+    __slots__ = (
+        "events",
+        "fenced",
+        "order",
+        "pending",
+        "seen",
+        "sfenced",
+        "slot",
+        "sseen",
+        "stored",
+        "ordered",
+        "task",
+        "vc",
+    )
 
-    def __init__(self, order: Order, slot: int, start: Knowledge | None, task: object, parent: Clock | None = None):
+    def __init__(
+        self,
+        order: Order,
+        slot: int,
+        start: Knowledge | None,
+        task: object,
+        parent: Clock | None = None,
+    ):
         self.order, self.slot, self.task = order, slot, task
         self.vc = order.fresh(start.vc if start else None)
         if parent is None:
@@ -73,7 +98,7 @@ class Clock:
             self.seen, self.pending = parent.seen, _join(parent.pending, start.fenced)
             self.sseen = _join(parent.sseen, start.sfenced)
         self.vc[slot] = order.tick(slot)
-        self.stored = False       # a tensor store since the last CTA barrier, which orders the warps
+        self.stored = False  # a tensor store since the last CTA barrier, which orders the warps
         self.ordered = int(self.vc[slot]) - 1
         self.events: dict[tuple, int] = {}
 
@@ -99,7 +124,9 @@ class Clock:
         return event
 
     def async_event(self, where: tuple, lane: int) -> int:
-        """A new event for one asynchronous operation of a lane; learn it with `learn_async` after waiting."""
+        """A new event for one asynchronous operation of a lane; learn it with `learn_async` after
+        waiting.
+        """
         slot = self.slot + lane
         return self.order.new_event(slot, self.order.tick(slot), ASYNC, self.task, where)
 
@@ -114,7 +141,9 @@ class Clock:
         self.vc[slot] = max(self.vc[slot], self.order.clks[event])
 
     def snapshot(self, whole_partition: bool = True) -> Knowledge:
-        """What a release hands over.  Stores by other warps count only up to the last barrier of the partition."""
+        """What a release hands over.  Stores by other warps count only up to the last barrier of
+        the partition.
+        """
         vc = self.vc.copy()
         if not whole_partition and self.stored:
             vc[self.slot] = self.ordered
@@ -154,7 +183,9 @@ class Clock:
         return array.copy() if array.size > self.slot else self.order.fresh(array)
 
     def barrier(self) -> None:
-        """A CTA barrier of the partition: stores of all its warps are now before whatever one warp does next."""
+        """A CTA barrier of the partition: stores of all its warps are now before whatever one warp
+        does next.
+        """
         if self.stored:
             self.stored = False
             self.ordered = self.vc[self.slot]
@@ -165,7 +196,7 @@ class Order:
     """The events of one run, and the sets of reading events that memory refers to by number."""
 
     def __init__(self) -> None:
-        self.last: list[int] = []                      # last clock handed out, per slot
+        self.last: list[int] = []  # last clock handed out, per slot
         self.reset()
 
     def reset(self) -> None:
@@ -192,7 +223,7 @@ class Order:
         """A clock vector of the present size that begins as `start`."""
         vc = np.zeros(len(self.last), np.int32)
         if start is not None:
-            vc[:start.size] = start
+            vc[: start.size] = start
         return vc
 
     def new_event(self, slot: int, clk: int, kind: int, task: object, where: tuple) -> int:
@@ -219,10 +250,12 @@ class Order:
         self._np_kinds[old:n] = self.kinds[old:]
         self._mirrored = n
 
-    # --- checks on arrays of event numbers -----------------------------------------------------------------------
+    # --- checks on arrays of event numbers --------------------------------------------------------
 
     def unordered(self, ids: np.ndarray, clock: Clock, atomic: int = -1) -> int:
-        """An event among `ids` that did not happen before `clock`, or 0.  `atomic`: kind of the access if atomic."""
+        """An event among `ids` that did not happen before `clock`, or 0.  `atomic`: kind of the
+        access if atomic.
+        """
         top = int(np.maximum.reduce(ids, axis=None))
         if top <= 0:
             return 0
@@ -252,18 +285,19 @@ class Order:
 
     def unfenced(self, ids: np.ndarray, clock: Clock, shared: bool) -> int:
         """A generic write among `ids` that the async proxy may not see yet, or 0."""
-        if int(np.maximum.reduce(ids, axis=None)) <= 0:
+        top = int(np.maximum.reduce(ids, axis=None))
+        if top <= 0:
             return 0
         covered = clock.sseen if shared else clock.seen
-        for event in np.unique(ids):
-            event = int(event)
+        same = top == int(np.minimum.reduce(ids, axis=None))
+        for event in (top,) if same else np.unique(ids).tolist():
             if event > 0 and self.kinds[event] != ASYNC:
                 slot = self.slots[event]
                 if slot >= covered.size or covered[slot] < self.clks[event]:
                     return event
         return 0
 
-    # --- sets of readers -------------------------------------------------------------------------------------------
+    # --- sets of readers --------------------------------------------------------------------------
 
     def after_read(self, state: int, event: int, clock: Clock) -> int:
         """Number of the reader set `state` after one more reading `event`."""
@@ -271,8 +305,12 @@ class Order:
         new = self._next_state.get(key)
         if new is None:
             atomic = self.kinds[event] >= ATOMIC_GPU
-            keep = [e for e in self.states[state]
-                    if e != event and not (clock.knows(e) and (not atomic or self.kinds[e] >= ATOMIC_GPU))]
+            keep = [
+                e
+                for e in self.states[state]
+                if e != event
+                and not (clock.knows(e) and (not atomic or self.kinds[e] >= ATOMIC_GPU))
+            ]
             events = tuple(sorted([*keep, event]))
             new = self._state_ids.get(events)
             if new is None:

@@ -1,8 +1,9 @@
 """Inline PTX: parses a block once, and runs it over the lanes.
 
-Blocks without branches run on all lanes at once; registers are int64 arrays that hold 32-bit values as 0 to 2^32 - 1.
-Blocks with branches run once for every different set of operands, on Python integers.  A backward branch is a spin: the
-task sleeps until one of the addresses that it has read since the label changes.
+Blocks without branches run on all lanes at once; registers are int64 arrays that hold 32-bit values
+as 0 to 2^32 - 1. Blocks with branches run once for every different set of operands, on Python
+integers.  A backward branch is a spin: the task sleeps until one of the addresses that it has read
+since the label changes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Block:
             piece = piece.strip()
             while found := re.match(r"([A-Za-z_$%][\w$]*)\s*:(?!:)\s*", piece):
                 self.labels[found[1]] = len(self.code)
-                piece = piece[found.end():]
+                piece = piece[found.end() :]
             if piece and not piece.startswith(".reg") and not piece.startswith(".loc"):
                 self.code.append(Instruction(piece))
         self.branches = any(i.parts[0] == "bra" for i in self.code)
@@ -132,7 +133,7 @@ class Lanes:
         if name != "_":
             self.registers[name] = value
 
-    # --- running ---------------------------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------
 
     def run_straight(self) -> None:
         for i in self.block.code:
@@ -179,7 +180,10 @@ class Lanes:
         task.timed = self.block.reads_timer
         names = ", ".join(a.describe(o) for a, o in dict.fromkeys(places))
         # The loop goes on while the test holds; the wait ends when it does not.
-        task.watch(places, lambda: f"polls {names}: it is {seen}, the loop goes on while it is {compare} {wanted}")
+        task.watch(
+            places,
+            lambda: f"polls {names}: it is {seen}, the loop goes on while it is {compare} {wanted}",
+        )
         self.polled.clear()
 
     def execute(self, i: Instruction, mask: object) -> None:
@@ -211,8 +215,16 @@ class Lanes:
         if len(i.operands) > 3:
             other = self.value(i.operands[3])
             joined = i.parts[2]
-            value = value & other if joined == "and" else value | other if joined == "or" else value ^ other
-        elif not isinstance(value, np.ndarray) and not (self.block.reads_timer and "64" in i.parts[-1]):
+            value = (
+                value & other
+                if joined == "and"
+                else value | other
+                if joined == "or"
+                else value ^ other
+            )
+        elif not isinstance(value, np.ndarray) and not (
+            self.block.reads_timer and "64" in i.parts[-1]
+        ):
             self.last_test = (word, a, b)
         names = i.operands[0].split("|")
         self._assign(names[0], value, mask)
@@ -225,7 +237,10 @@ class Lanes:
         if "proxy" in parts:
             if parts[1] != "proxy" or parts[2] != "async":
                 raise UnsupportedOperation(f"inline PTX: {i.name}")
-            clock.proxy_fence("shared::cta" not in i.name and "shared::cluster" not in i.name, "global" not in parts)
+            clock.proxy_fence(
+                "shared::cta" not in i.name and "shared::cluster" not in i.name,
+                "global" not in parts,
+            )
             return
         if parts[0] == "membar":
             scope = {"cta": "cta", "gl": "gpu", "sys": "sys"}[parts[1]]
@@ -236,17 +251,22 @@ class Lanes:
         fence(self.task, "acq_rel", scope)
 
     def _memory(self, i: Instruction, mask: object) -> None:
-        if any(p.startswith("shared") or p in ("local", "const", "param") for p in i.parts) \
-                or any(p in ("v2", "v4", "v8") for p in i.parts):
+        if any(p.startswith("shared") or p in ("local", "const", "param") for p in i.parts) or any(
+            p in ("v2", "v4", "v8") for p in i.parts
+        ):
             raise UnsupportedOperation(f"inline PTX: {i.name}")
         sem = next((p for p in i.parts if p in ("relaxed", "acquire", "release", "acq_rel")), None)
         scope = next((p for p in i.parts if p in ("cta", "gpu", "sys")), None)
         if "volatile" in i.parts:
             sem, scope = "relaxed", "sys"
         if sem is None and i.parts[0] in ("ld", "st"):
-            raise UnsupportedOperation(f"inline PTX: {i.name}; use gl.load and gl.store for ordinary accesses")
+            raise UnsupportedOperation(
+                f"inline PTX: {i.name}; use gl.load and gl.store for ordinary accesses"
+            )
         self.task.pause()
-        run = {"ld": self._load, "st": self._store, "red": self._update, "atom": self._update}[i.parts[0]]
+        run = {"ld": self._load, "st": self._store, "red": self._update, "atom": self._update}[
+            i.parts[0]
+        ]
         run(i, mask, sem or "relaxed", scope or "gpu")
 
     def _each_lane(self, operands: Sequence[object], mask: object) -> list[tuple[int, ...]]:
@@ -264,11 +284,17 @@ class Lanes:
         got: dict[int, int] = {}
         for (a,) in self._each_lane([address], mask):
             if a not in got:
-                got[a] = load_flag(self.task, a, dtype, sem, scope, self.place) & (M32 if dtype.bits <= 32 else M64)
+                got[a] = load_flag(self.task, a, dtype, sem, scope, self.place) & (
+                    M32 if dtype.bits <= 32 else M64
+                )
                 self.polled.append((a, dtype))
         if isinstance(address, np.ndarray):
             value = np.zeros(address.shape, np.int64)
-            active = np.ones(address.shape, bool) if mask is None else np.broadcast_to(mask, address.shape)
+            active = (
+                np.ones(address.shape, bool)
+                if mask is None
+                else np.broadcast_to(mask, address.shape)
+            )
             value[active] = [got[a] for a in address[active].tolist()]
         else:
             value = got[int(address)]
@@ -282,7 +308,14 @@ class Lanes:
 
     def _update(self, i: Instruction, mask: object, sem: str, scope: str) -> None:
         dtype = _register_type(i)
-        update = next((p for p in i.parts if p in ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc")), None)
+        update = next(
+            (
+                p
+                for p in i.parts
+                if p in ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc")
+            ),
+            None,
+        )
         if update in (None, "inc") or dtype.kind == "f":
             raise UnsupportedOperation(f"inline PTX: {i.name}")
         operands = i.operands if i.parts[0] == "red" else i.operands[1:]
@@ -293,8 +326,10 @@ class Lanes:
             rest = [_signed(v, dtype) for v in rest]
             value, compare = (rest[1], rest[0]) if update == "cas" else (rest[0], None)
             word = "xchg" if update == "exch" else update
-            olds.append(update_flag(self.task, a, dtype, word, value, compare, sem, scope, self.place)
-                        & (M32 if dtype.bits == 32 else M64))
+            olds.append(
+                update_flag(self.task, a, dtype, word, value, compare, sem, scope, self.place)
+                & (M32 if dtype.bits == 32 else M64)
+            )
             self.polled.append((a, dtype))
         if i.parts[0] == "atom":
             shape = np.broadcast_shapes(*[np.shape(v) for v in (address, *values)])
@@ -318,7 +353,8 @@ def _signed(value: int, dtype: DType) -> int:
     return value - (1 << dtype.bits) if dtype.kind == "i" and value > dtype.hi else value
 
 
-# --- between tensors and registers -----------------------------------------------------------------------------------
+# --- between tensors and registers ----------------------------------------------------------------
+
 
 def _bits(x: Tensor) -> np.ndarray:
     """The elements' bits as non-negative int64 (64-bit elements: as they are)."""
@@ -330,7 +366,9 @@ def _bits(x: Tensor) -> np.ndarray:
     return raw.view(f"u{raw.dtype.itemsize}").astype(np.int64)
 
 
-def _to_registers(bits: np.ndarray, width: int, pack: int, shape: tuple[int, ...]) -> list[np.ndarray]:
+def _to_registers(
+    bits: np.ndarray, width: int, pack: int, shape: tuple[int, ...]
+) -> list[np.ndarray]:
     """Register arrays (one element a group of `pack`) of a tensor broadcast to `shape`."""
     if pack == 1:
         return [bits]
@@ -363,8 +401,9 @@ def _from_registers(words: list[object], dtype: DType, pack: int, shape: tuple[i
     return wrap(dt.decode(raw, dtype), dtype)
 
 
-def inline_asm_elementwise(asm: str, constraints: str, args: Sequence, dtype: object, is_pure: bool,
-                           pack: int) -> object:
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: Sequence, dtype: object, is_pure: bool, pack: int
+) -> object:
     """Run `asm` for every group of `pack` elements of the (broadcast) arguments."""
     block = _BLOCKS.get(asm)
     if block is None:
@@ -377,8 +416,11 @@ def inline_asm_elementwise(asm: str, constraints: str, args: Sequence, dtype: ob
     outputs = sum(c.startswith("=") for c in letters)
     registers = _input_registers(inputs, shape, pack)
     if outputs + len(registers) != len(letters):
-        raise KernelError(f"inline PTX: constraints {constraints!r} name {len(letters)} registers; results and arguments "
-                          f"have {outputs} and {len(registers)}")
+        raise KernelError(
+            f"inline PTX: constraints {constraints!r} name {len(letters)} registers; results and "
+            "arguments "
+            f"have {outputs} and {len(registers)}"
+        )
     names = {f"${outputs + j}": r for j, r in enumerate(registers)}
     grouped = shape if pack == 1 else (*shape[:-1], shape[-1] // pack)
     run = _run_unique if block.branches else _run_all
@@ -387,14 +429,16 @@ def inline_asm_elementwise(asm: str, constraints: str, args: Sequence, dtype: ob
     for d in results:
         width = 8 if d.kind == "b" else d.bits
         count = -(-pack * width // 32) if width < 32 else pack
-        out.append(_from_registers(words[at:at + count], d, pack, shape))
+        out.append(_from_registers(words[at : at + count], d, pack, shape))
         at += count
     return out[0] if single else tuple(out)
 
 
 def _input_registers(inputs: list[Tensor], shape: tuple[int, ...], pack: int) -> list[np.ndarray]:
     if pack > 1 and (not shape or shape[-1] % pack):
-        raise KernelError(f"inline PTX: pack = {pack} needs a last dimension that it divides, the shape is {list(shape)}")
+        raise KernelError(
+            f"inline PTX: pack = {pack} does not divide the last dimension of shape {list(shape)}"
+        )
     out = []
     for x in inputs:
         width = 8 if x.dtype.kind == "b" else x.dtype.bits
@@ -402,7 +446,9 @@ def _input_registers(inputs: list[Tensor], shape: tuple[int, ...], pack: int) ->
     return out
 
 
-def _run_all(block: Block, names: dict, outputs: int, shape: tuple[int, ...], place: tuple) -> list[object]:
+def _run_all(
+    block: Block, names: dict, outputs: int, shape: tuple[int, ...], place: tuple
+) -> list[object]:
     lanes = Lanes(block, {k: _collapsed(v) for k, v in names.items()}, place)
     lanes.run_straight()
     return [lanes.value(f"${j}") for j in range(outputs)]
@@ -413,7 +459,9 @@ def _collapsed(v: np.ndarray) -> object:
     return int(v) if v.ndim == 0 else v
 
 
-def _run_unique(block: Block, names: dict, outputs: int, shape: tuple[int, ...], place: tuple) -> list[object]:
+def _run_unique(
+    block: Block, names: dict, outputs: int, shape: tuple[int, ...], place: tuple
+) -> list[object]:
     arrays = [np.broadcast_to(v, shape).ravel() for v in names.values()]
     rows, inverse = _unique_rows(arrays)
     columns: list[list[int]] = [[] for _ in range(outputs)]
@@ -432,8 +480,11 @@ def _as_int64(value: object) -> int:
 
 def _unique_rows(arrays: list[np.ndarray]) -> tuple[list[tuple[int, ...]], np.ndarray]:
     if all(a.size and (a[0] == a).all() for a in arrays):
-        return [tuple(int(a[0]) for a in arrays)], np.zeros(arrays[0].size if arrays else 1, np.int64)
+        return [tuple(int(a[0]) for a in arrays)], np.zeros(
+            arrays[0].size if arrays else 1, np.int64
+        )
     table: dict[tuple[int, ...], int] = {}
-    inverse = [table.setdefault(row, len(table)) for row in zip(*[a.tolist() for a in arrays], strict=True)]
+    inverse = [
+        table.setdefault(row, len(table)) for row in zip(*[a.tolist() for a in arrays], strict=True)
+    ]
     return list(table), np.array(inverse, np.int64)
-

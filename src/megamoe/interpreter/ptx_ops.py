@@ -1,7 +1,7 @@
 """PTX instructions without side effects, on Python ints and on int64 arrays.
 
-32-bit registers hold 0 to 2^32 - 1, predicates bool.  64-bit registers hold 0 to 2^64 - 1 as Python ints and wrap as int64
-in arrays.
+32-bit registers hold 0 to 2^32 - 1, predicates bool.  64-bit registers hold 0 to 2^64 - 1 as Python
+ints and wrap as int64 in arrays.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def _not(i: object, v: list) -> object:
 def _shl(i: object, v: list) -> object:
     if isinstance(v[1], int):
         return 0 * v[0] if v[1] >= i.width else _trim(v[0] << v[1], i.width)
-    return np.where(v[1] >= i.width, 0, _trim(np.left_shift(v[0], np.minimum(v[1], i.width - 1)), i.width))
+    return np.where(
+        v[1] >= i.width, 0, _trim(np.left_shift(v[0], np.minimum(v[1], i.width - 1)), i.width)
+    )
 
 
 def _shr(i: object, v: list) -> object:
@@ -156,12 +158,11 @@ def _prmt(i: object, v: list) -> object:
     pool = np.asarray(low, np.int64) | np.asarray(high, np.int64) << 32
     selector = np.asarray(selector, np.int64)
     out = np.zeros(np.broadcast_shapes(pool.shape, selector.shape), np.int64)
+    spreads = bool((selector & 0x8888).any())
     for byte in range(4):
-        nibble = selector >> (4 * byte)
-        got = (pool >> (8 * (nibble & 7))) & 0xFF
-        sign = (nibble >> 3) & 1
-        if sign.any():
-            got = np.where(sign == 1, (got >> 7) * 0xFF, got)
+        got = (pool >> (((selector >> (4 * byte)) & 7) << 3)) & 0xFF
+        if spreads:
+            got = np.where(selector >> (4 * byte + 3) & 1, (got >> 7) * 0xFF, got)
         out |= got << (8 * byte)
     return int(out) if scalar else out
 
@@ -221,7 +222,9 @@ def _cvt(i: object, v: list) -> object:
     if source[0] == "f":
         value = _bits_to_float(v[0], from_bits)
         if target[0] == "f":
-            return _float_to_bits(value.astype(np.float64 if to_bits == 64 else np.float32), to_bits, scalar)
+            return _float_to_bits(
+                value.astype(np.float64 if to_bits == 64 else np.float32), to_bits, scalar
+            )
         rounding = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
         how = next((rounding[p] for p in i.parts if p in rounding), None)
         if how is None:
@@ -236,10 +239,17 @@ def _cvt(i: object, v: list) -> object:
 
 
 _COMPARE: dict[str, tuple[str, Callable]] = {
-    "eq": ("==", lambda a, b: a == b), "ne": ("!=", lambda a, b: a != b), "lt": ("<", lambda a, b: a < b),
-    "le": ("<=", lambda a, b: a <= b), "gt": (">", lambda a, b: a > b), "ge": (">=", lambda a, b: a >= b),
-    "lo": ("<", lambda a, b: a < b), "ls": ("<=", lambda a, b: a <= b), "hi": (">", lambda a, b: a > b),
-    "hs": (">=", lambda a, b: a >= b)}
+    "eq": ("==", lambda a, b: a == b),
+    "ne": ("!=", lambda a, b: a != b),
+    "lt": ("<", lambda a, b: a < b),
+    "le": ("<=", lambda a, b: a <= b),
+    "gt": (">", lambda a, b: a > b),
+    "ge": (">=", lambda a, b: a >= b),
+    "lo": ("<", lambda a, b: a < b),
+    "ls": ("<=", lambda a, b: a <= b),
+    "hi": (">", lambda a, b: a > b),
+    "hs": (">=", lambda a, b: a >= b),
+}
 
 
 def comparison(i: object, a: object, b: object) -> tuple[str, object, object, object]:
@@ -255,9 +265,30 @@ def comparison(i: object, a: object, b: object) -> tuple[str, object, object, ob
 
 
 EVALUATE: dict[str, Callable] = {
-    "mov": _mov, "add": _add, "sub": _sub, "mul": _mul, "mad": _mad, "neg": _neg, "abs": _abs,
-    "and": _logic(lambda a, b: a & b), "or": _logic(lambda a, b: a | b), "xor": _logic(lambda a, b: a ^ b),
-    "not": _not, "shl": _shl, "shr": _shr, "min": _min, "max": _max, "selp": _selp, "prmt": _prmt, "lop3": _lop3,
-    "bfe": _bfe, "cvt": _cvt, "cvta": _mov, "fma": _fma,
-    "ex2": _unary_float(np.exp2), "lg2": _unary_float(np.log2), "sqrt": _unary_float(np.sqrt),
-    "rcp": _unary_float(lambda x: np.float32(1) / x)}
+    "mov": _mov,
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "mad": _mad,
+    "neg": _neg,
+    "abs": _abs,
+    "and": _logic(lambda a, b: a & b),
+    "or": _logic(lambda a, b: a | b),
+    "xor": _logic(lambda a, b: a ^ b),
+    "not": _not,
+    "shl": _shl,
+    "shr": _shr,
+    "min": _min,
+    "max": _max,
+    "selp": _selp,
+    "prmt": _prmt,
+    "lop3": _lop3,
+    "bfe": _bfe,
+    "cvt": _cvt,
+    "cvta": _mov,
+    "fma": _fma,
+    "ex2": _unary_float(np.exp2),
+    "lg2": _unary_float(np.log2),
+    "sqrt": _unary_float(np.sqrt),
+    "rcp": _unary_float(lambda x: np.float32(1) / x),
+}

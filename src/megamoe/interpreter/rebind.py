@@ -1,7 +1,7 @@
 """The kernel's own Python functions, with Gluon's names bound to the interpreter's.
 
-A JIT function becomes a new function of the same code whose globals are translated: Gluon modules, builtins, types and
-constants to the interpreter's, other JIT functions to their own translations.
+A JIT function becomes a new function of the same code whose globals are translated: Gluon modules,
+builtins, types and constants to the interpreter's, other JIT functions to their own translations.
 """
 
 from __future__ import annotations
@@ -15,18 +15,34 @@ from . import dtypes as dt
 from . import language
 from .errors import UnsupportedOperation
 from .faults import MARK
-from .hopper import Descriptor, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from .hopper import (
+    Descriptor,
+    mbarrier,
+    tma,
+)
 from .shared import SharedMemory
 from .values import Layout, Scalar, Tensor, as_tensor
+from .wgmma import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
-_HOPPER = {"fence_async_shared": fence_async_shared, "warpgroup_mma": warpgroup_mma,
-           "warpgroup_mma_wait": warpgroup_mma_wait, "warpgroup_mma_init": warpgroup_mma_init,
-           "mbarrier": mbarrier, "tma": tma}
+_HOPPER = {
+    "fence_async_shared": fence_async_shared,
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "warpgroup_mma_init": warpgroup_mma_init,
+    "mbarrier": mbarrier,
+    "tma": tma,
+}
 _FUNCTIONS: dict[object, FunctionType] = {}
 _CLASSES: dict[object, type] = {}
 
 
-# --- Python builtins as a kernel means them --------------------------------------------------------------------------
+# --- Python builtins as a kernel means them -------------------------------------------------------
+
 
 def _range(*args: object) -> Iterator[Tensor]:
     """A loop counter is an int32 scalar (int64 if a bound is)."""
@@ -36,17 +52,22 @@ def _range(*args: object) -> Iterator[Tensor]:
 
 
 def _min(*args: object) -> object:
-    return language.minimum(*args) if any(isinstance(a, Tensor) for a in args) else builtins.min(*args)
+    return (
+        language.minimum(*args) if any(isinstance(a, Tensor) for a in args) else builtins.min(*args)
+    )
 
 
 def _max(*args: object) -> object:
-    return language.maximum(*args) if any(isinstance(a, Tensor) for a in args) else builtins.max(*args)
+    return (
+        language.maximum(*args) if any(isinstance(a, Tensor) for a in args) else builtins.max(*args)
+    )
 
 
 _BUILTINS = {"range": _range, "min": _min, "max": _max}
 
 
-# --- stand-ins for modules -------------------------------------------------------------------------------------------
+# --- stand-ins for modules ------------------------------------------------------------------------
+
 
 class _Module:
     """A module whose attributes are translated when they are read."""
@@ -66,7 +87,11 @@ language.nvidia = SimpleNamespace(hopper=_HOPPER_MODULE)
 
 
 def _triton_module(name: str) -> object | None:
-    if name in ("triton.language", "triton.experimental.gluon.language", "triton.experimental.gluon.language._core"):
+    if name in (
+        "triton.language",
+        "triton.experimental.gluon.language",
+        "triton.experimental.gluon.language._core",
+    ):
         return language
     if name == "triton.experimental.gluon":
         return _GLUON_MODULE
@@ -104,7 +129,8 @@ def _known(name: str, module: str) -> object:
     return _unknown(name)
 
 
-# --- translation -----------------------------------------------------------------------------------------------------
+# --- translation ----------------------------------------------------------------------------------
+
 
 def is_jit(value: object) -> bool:
     """A JIT or constexpr function of Triton or of the stand-ins."""
@@ -117,7 +143,9 @@ def _is_constexpr_function(value: object) -> bool:
 
 def to_interpreter(value: object) -> object:
     """What a kernel should see instead of `value`."""
-    if value is None or isinstance(value, (int, float, str, Tensor, SharedMemory, dt.DType, Layout)):
+    if value is None or isinstance(
+        value, (int, float, str, Tensor, SharedMemory, dt.DType, Layout)
+    ):
         return value
     if isinstance(value, ModuleType):
         return _translated_module(value)
@@ -229,14 +257,19 @@ def _translated_function(fn: FunctionType, kernel: bool) -> FunctionType:
     new = _FUNCTIONS.get(fn)
     if new is not None:
         return new
-    names: dict[str, object] = {"__builtins__": fn.__globals__.get("__builtins__", builtins),
-                                "__name__": fn.__globals__.get("__name__", "?"), MARK: True}
+    names: dict[str, object] = {
+        "__builtins__": fn.__globals__.get("__builtins__", builtins),
+        "__name__": fn.__globals__.get("__name__", "?"),
+        MARK: True,
+    }
     closure = fn.__closure__
     cells = tuple(CellType() for _ in closure) if closure else None
     defaults = tuple(to_interpreter(d) for d in fn.__defaults__) if fn.__defaults__ else None
     new = FunctionType(fn.__code__, names, fn.__name__, defaults, cells)
     new.__annotations__ = fn.__annotations__
-    new.__kwdefaults__ = {k: to_interpreter(v) for k, v in (fn.__kwdefaults__ or {}).items()} or None
+    new.__kwdefaults__ = {
+        k: to_interpreter(v) for k, v in (fn.__kwdefaults__ or {}).items()
+    } or None
     new.__qualname__ = fn.__qualname__
     # Before the names are filled in: functions may refer to each other.
     _FUNCTIONS[fn] = new

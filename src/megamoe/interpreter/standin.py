@@ -1,6 +1,7 @@
 """What kernel files import instead of Triton when there is no Triton: decorators, types, layouts.
 
-The functions are the interpreter's own; the files only need them to exist until a `Machine` runs a kernel.
+The functions are the interpreter's own; the files only need them to exist until a `Machine` runs a
+kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from types import FunctionType, ModuleType, SimpleNamespace
 
 from . import language as _language
 from .errors import KernelError
-from .hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from .hopper import (
+    mbarrier,
+    tma,
+)
+from .wgmma import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
 
 class constexpr:  # noqa: N801 (Triton's name)
@@ -40,9 +50,35 @@ def _operator(name: str) -> Callable:
     return run
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "truediv", "rtruediv", "floordiv",
-              "rfloordiv", "lshift", "rshift", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne", "neg",
-              "invert", "pow", "rpow"):
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "mod",
+    "rmod",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "rfloordiv",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "neg",
+    "invert",
+    "pow",
+    "rpow",
+):
     setattr(constexpr, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -54,8 +90,10 @@ class JITFunction:
         self.__name__, self.__doc__, self.__module__ = fn.__name__, fn.__doc__, fn.__module__
 
     def __call__(self, *_: object, **__: object) -> None:
-        raise KernelError(f"{self.__name__} is a kernel function; run it with megamoe.interpreter.Machine "
-                          "(there is no Triton here to launch it on a GPU)")
+        raise KernelError(
+            f"{self.__name__} is a kernel function; run it with megamoe.interpreter.Machine "
+            "(there is no Triton here to launch it on a GPU)"
+        )
 
     def __getitem__(self, grid: object) -> None:
         self()
@@ -65,7 +103,9 @@ class ConstexprFunction(JITFunction):
     """A function under `gluon.constexpr_function`: plain Python on constants."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        plain = {k: getattr(v, "value", v) if isinstance(v, constexpr) else v for k, v in kwargs.items()}
+        plain = {
+            k: getattr(v, "value", v) if isinstance(v, constexpr) else v for k, v in kwargs.items()
+        }
         return self.fn(*[a.value if isinstance(a, constexpr) else a for a in args], **plain)
 
 
@@ -94,7 +134,21 @@ class _Gl(ModuleType):
 
 gl = _Gl("megamoe.interpreter.gl")
 gl.constexpr = constexpr
-gluon = SimpleNamespace(jit=jit, constexpr_function=constexpr_function, aggregate=aggregate, language=gl)
+gluon = SimpleNamespace(
+    jit=jit, constexpr_function=constexpr_function, aggregate=aggregate, language=gl
+)
 
-__all__ = ["aggregate", "constexpr", "constexpr_function", "fence_async_shared", "gl", "gluon", "jit", "mbarrier", "tma",
-           "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"]
+__all__ = [
+    "aggregate",
+    "constexpr",
+    "constexpr_function",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "jit",
+    "mbarrier",
+    "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_init",
+    "warpgroup_mma_wait",
+]

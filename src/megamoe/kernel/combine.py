@@ -2,6 +2,7 @@
 
 from megamoe.kernel.compat import gl, gluon
 from megamoe.kernel.sync import PHASE_PARTIALS, wait_sys
+from megamoe.kernel.trace import COMBINE, COMMUNICATE, now, record
 
 COMBINE_TOKENS = gl.constexpr(4)  # a partition's tokens at once: one a warp
 COMBINE_COLUMNS = gl.constexpr(256)
@@ -19,6 +20,7 @@ def combine_role(ctx):
     topk_idx = ctx.region(spec.offset.topk_idx, gl.int32)
     partials = ctx.region(spec.offset.partials, gl.bfloat16)
     arrivals = ctx.region(spec.offset.token_arrivals, gl.int32) + ctx.counter_set * (spec.offset.token_set // 4)
+    event = 3  # after those of dispatch
     units = (ctx.tokens + (COMBINE_TOKENS - 1)) // COMBINE_TOKENS
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         token = unit * COMBINE_TOKENS + gl.arange(0, COMBINE_TOKENS, layout=line)
@@ -27,7 +29,9 @@ def combine_role(ctx):
         active = token * 0
         for slot in gl.static_range(TOPK):
             active += (gl.load(topk_idx + token * spec.topk + slot) >= 0).to(gl.int32)
+        begin = now(ctx)
         wait_sys(arrivals + token, active, ctx.status() + token * 0, PHASE_PARTIALS, token, spec.timeout_ns)
+        ready = now(ctx)
         source = partials + token.to(gl.int64)[:, None] * (spec.topk * spec.padded_hidden)
         target = ctx.y + token.to(gl.int64)[:, None] * spec.hidden
         for start in range(0, spec.padded_hidden, COMBINE_COLUMNS):
@@ -38,3 +42,5 @@ def combine_role(ctx):
                                  cache_modifier=".cg").to(gl.float32)  # fmt: skip
             inside = real[:, None] & (start + columns < spec.hidden)
             gl.store(target + (start + columns), total.to(gl.bfloat16), mask=inside)
+        record(ctx, COMMUNICATE, event, COMBINE, unit, 0, begin, ready, now(ctx))
+        event += 1

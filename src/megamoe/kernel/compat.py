@@ -63,6 +63,11 @@ def ast_source(
     return source(function, signature, constants, attributes)
 
 
+def load_module(compiled: object) -> None:
+    """Load a compiled kernel onto the device now: its first launch would wait for whatever runs there."""
+    compiled._init_handles()
+
+
 __all__ = [
     "TRITON_VERSION",
     "aggregate",
@@ -71,6 +76,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "load_module",
     "mbarrier",
     "tma",
     "tma_load",

@@ -6,7 +6,7 @@ block.  Rows of one expert lie together, source ranks in turn starting from this
 from the same peer.
 """
 
-from megamoe.kernel.compat import gl, gluon
+from megamoe.kernel.compat import cta_barrier, gl, gluon
 from megamoe.kernel.schedule import first_blocks, recv_counts, rows_of_experts
 from megamoe.kernel.sync import (
     PHASE_BAD_EXPERT,
@@ -17,9 +17,9 @@ from megamoe.kernel.sync import (
     signal_rows,
     wait_gpu,
 )
+from megamoe.kernel.trace import COMMUNICATE, PULL, ROUTE, WAIT_COUNTS, now, record
 
 CHUNK = gl.constexpr(128)  # (token, slot) pairs a partition routes at once: one a thread
-PULL_BYTES = gl.constexpr(2048)  # of each row in flight at once
 CONTROL_EPOCH = gl.constexpr(0)
 CONTROL_COUNTED = gl.constexpr(32)
 CONTROL_USED_TOKENS = gl.constexpr(64)
@@ -168,6 +168,7 @@ def pull(ctx, rows, first, blocks):
             before = gl.maximum(block - spec.ring_blocks, 0)
             wanted = gl.where(block >= spec.ring_blocks, l2_signals, 0)
             wait_gpu(l2_done + before, wanted, ctx.status() + before * 0, PHASE_SLOT, before, spec.timeout_ns)
+            cta_barrier()
         pool_row = (block % spec.ring_blocks) * spec.block_m + index % spec.block_m
         weight = gl.load(ctx.peer_region(source, spec.offset.topk_weights, gl.float32) + entry, mask=real, other=0.0)
         gl.store(weights + pool_row, weight, mask=real)
@@ -194,7 +195,7 @@ def pull_bytes(ctx, source, token, pool_row, real):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
     line: gl.constexpr = gl.SliceLayout(1, layout)
     words: gl.constexpr = spec.padded_hidden * spec.x_bytes // 4
-    width: gl.constexpr = min(PULL_BYTES // 4, 128 if words % 512 else 512)
+    width: gl.constexpr = spec.pull_words
     src = ctx.peer_region(gl.convert_layout(source, line), spec.offset.x, gl.int32)
     src = src + gl.convert_layout(token, line).to(gl.int64) * words
     dst = ctx.region(spec.offset.pool_x, gl.int32) + gl.convert_layout(pool_row, line).to(gl.int64) * words
@@ -232,7 +233,7 @@ def pull_rebased(ctx, source, token, pool_row, real):
     N: gl.constexpr = spec.pull_rows
     warps: gl.constexpr = gl.num_warps()
     groups: gl.constexpr = spec.padded_hidden // 32
-    width: gl.constexpr = 16 if groups % 64 else 64
+    width: gl.constexpr = spec.pull_groups
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 16, 2], [warps, 1, 1], [2, 1, 0])
     tile: gl.constexpr = gl.SliceLayout(2, layout)  # rows x groups
     line: gl.constexpr = gl.SliceLayout(1, tile)
@@ -272,14 +273,20 @@ def pull_rebased(ctx, source, token, pool_row, real):
 def dispatch_role(ctx):
     """Four warps: clear, route, publish, pull."""
     spec: gl.constexpr = ctx.spec
+    begin = now(ctx)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     clear_other_set(ctx, layout)
     route(ctx, layout)
     control = ctx.region(spec.offset.control, gl.int32)
     if arrive_last(control + CONTROL_COUNTED, gl.num_programs(0) - 1):
         publish_counts(ctx, layout)
+    routed = now(ctx)
+    record(ctx, COMMUNICATE, 0, ROUTE, 0, 0, begin, begin, routed)
     rows = rows_of_experts(ctx, layout)
     first, blocks = first_blocks(rows, spec.block_m)
     if gl.program_id(0) == 0:
         gl.store(control + CONTROL_USED_BLOCKS + ctx.counter_set, blocks)
+    counted = now(ctx)
+    record(ctx, COMMUNICATE, 1, WAIT_COUNTS, 0, 0, routed, routed, counted)
     pull(ctx, rows, first, blocks)
+    record(ctx, COMMUNICATE, 2, PULL, 0, 0, counted, counted, now(ctx))

@@ -9,6 +9,7 @@ from megamoe.kernel.activation import power_of_two_scale, swiglu
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from megamoe.kernel.schedule import DONE, LINEAR1, take_task
 from megamoe.kernel.sync import arrive_last, signal_peers, signal_tile
+from megamoe.kernel.trace import now, record
 
 ROWS = gl.constexpr(64)  # weight rows of one math partition
 H_GROUP = gl.constexpr(64)  # intermediate columns under one scale
@@ -315,8 +316,10 @@ def math_role(ctx, rings, PART: gl.constexpr):
     l1_count = 0
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
+        begin = now(ctx)
         if kind == LINEAR1:
             acc, step = linear1(ctx, rings, step, block, tile, expert, PART, layout)
+            middle = now(ctx)
             if spec.phases == "fused":
                 activate(ctx, rings, acc, l1_count, block, tile, valid, PART)
             else:
@@ -324,6 +327,8 @@ def math_role(ctx, rings, PART: gl.constexpr):
             l1_count += 1
         else:
             acc, step = linear2(ctx, rings, step, block, tile, expert, PART, layout)
+            middle = now(ctx)
             push(ctx, acc, block, tile, valid, PART)
+        record(ctx, PART, i, kind, block, tile, begin, middle, now(ctx))
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)

@@ -6,6 +6,7 @@ They walk the same tasks and the same stages; a stage is full when the bytes of 
 from megamoe.kernel.compat import gl, gluon, mbarrier, tma_load
 from megamoe.kernel.schedule import DONE, LINEAR1, take_task
 from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, fence_async_proxy, wait_gpu
+from megamoe.kernel.trace import LOAD_TOKENS, LOAD_WEIGHTS, now, record
 
 
 @gluon.jit
@@ -25,6 +26,7 @@ def load_weights_role(ctx, rings):
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
+        begin = now(ctx)
         if kind == LINEAR1:
             row = expert * (2 * spec.padded_intermediate) + tile * spec.block_n
             for k in range(spec.padded_hidden // spec.block_k):
@@ -35,6 +37,7 @@ def load_weights_role(ctx, rings):
             for k in range(spec.padded_intermediate // spec.block_k):
                 load_stage(ctx.w2, row, k * columns, rings.w, rings, step, spec.stage_bytes_w, spec.stages)
                 step += 1
+        record(ctx, LOAD_WEIGHTS, i, kind, block, tile, begin, begin, now(ctx))
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)
 
@@ -50,10 +53,12 @@ def load_tokens_role(ctx, rings):
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
+        begin = now(ctx)
         row = (block % spec.ring_blocks) * spec.block_m
         if kind == LINEAR1:
             seen = wait_gpu(arrived + block, spec.block_m, ctx.status(), PHASE_ROWS, block, spec.timeout_ns)
             fence_async_proxy(seen)
+            ready = now(ctx)
             for k in range(spec.padded_hidden // spec.block_k):
                 load_stage(ctx.pool_x, row, k * spec.block_k, rings.x, rings, step, spec.stage_bytes_x, spec.stages)
                 step += 1
@@ -61,8 +66,10 @@ def load_tokens_role(ctx, rings):
             if spec.phases == "fused":
                 seen = wait_gpu(l1_done + block, l1_signals, ctx.status(), PHASE_L1, block, spec.timeout_ns)
                 fence_async_proxy(seen)
+            ready = now(ctx)
             for k in range(spec.padded_intermediate // spec.block_k):
                 load_stage(ctx.pool_h, row, k * spec.block_k, rings.x, rings, step, spec.stage_bytes_x, spec.stages)
                 step += 1
+        record(ctx, LOAD_TOKENS, i, kind, block, tile, begin, ready, now(ctx))
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)

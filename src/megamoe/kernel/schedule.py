@@ -9,7 +9,7 @@ only on tiles before it, so programs that walk their share in order cannot deadl
 tile as a task record into a small ring in shared memory; loaders and math read it from there.
 """
 
-from megamoe.kernel.compat import gl, gluon, mbarrier
+from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier
 from megamoe.kernel.context import TASK_SLOTS, TASK_WORDS
 from megamoe.kernel.sync import PHASE_COUNTS, wait_sys
 
@@ -32,6 +32,8 @@ def wait_for_counts(ctx, layout: gl.constexpr):
     ready = ctx.region(spec.offset.counts_ready, gl.int32)
     seen = wait_sys(ready + source, source * 0 + ctx.epoch, ctx.status() + source * 0, PHASE_COUNTS, source,
                     spec.timeout_ns)  # fmt: skip
+    # each thread has acquired its own lane's flag only
+    cta_barrier()
     return gl.min((seen - ctx.epoch >= 0).to(gl.int32), 0)
 
 
