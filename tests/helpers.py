@@ -14,7 +14,10 @@ import torch
 from megamoe import formats
 from megamoe.config import MoEConfig
 from megamoe.forward import MegaMoE
+from megamoe.kernel.compat import gl, gluon
+from megamoe.launch import FUSED
 from megamoe.reference import BOUNDS, compare, moe_reference
+from megamoe.symmetric import SymmetricBuffer
 from megamoe.weights import CheckpointExperts, KernelWeights, pack_weights, quantise_experts
 
 # (recipe, scales of x): all that a configuration may have
@@ -61,12 +64,12 @@ def _dequantised(recipe: str, shape: tuple[int, int, int], seed: int, expert: in
 
 @lru_cache(maxsize=32)
 def _packed(
-    recipe: str, shape: tuple[int, int, int], seed: int, ranks: int
+    recipe: str, shape: tuple[int, int, int], seed: int, x_scales: str, ranks: int
 ) -> tuple[KernelWeights, ...]:
     hidden, intermediate, experts = shape
     config = MoEConfig(
         hidden=hidden, intermediate=intermediate, experts=experts, topk=1, capacity=1,
-        recipe=recipe, ranks=ranks,
+        recipe=recipe, x_scales=x_scales, ranks=ranks,
     )  # fmt: skip
     checkpoint = _checkpoint(recipe, shape, seed)
     return tuple(pack_weights(config, checkpoint, rank) for rank in range(ranks))
@@ -89,7 +92,7 @@ class Layer:
         return _checkpoint(*self._key)
 
     def weights(self) -> list[KernelWeights]:
-        packed = _packed(*self._key, self.config.ranks)
+        packed = _packed(*self._key, self.config.x_scales, self.config.ranks)
         return [dataclasses.replace(w, config=self.config) for w in packed]
 
     def matrices(self, expert: int) -> tuple[torch.Tensor, ...]:
@@ -255,6 +258,61 @@ def check_reference(moe: MegaMoE, layer: Layer, call: Call, y: Sequence[torch.Te
     found = compare(torch.cat(list(y)).double(), expected)
     print(f"  relative L2 {found.relative_l2:.5f}, worst row {found.worst_row_relative:.5f}")
     found.check(BOUNDS[layer.config.recipe])
+
+
+@gluon.jit
+def copy_words(source, target, count):
+    """int32 words, by one program."""
+    lanes: gl.constexpr = 1024
+    i = gl.arange(0, lanes, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for start in range(0, count, lanes):
+        inside = start + i < count
+        gl.store(target + start + i, gl.load(source + start + i, mask=inside, other=0), mask=inside)
+
+
+def run_back_to_back(moe: MegaMoE, calls: Sequence[Call]) -> list[list[torch.Tensor]]:
+    """Fused calls that follow each other on every rank's stream, with nothing between the ranks.
+
+    A launch on the rank's own stream sets the inputs of each call and another takes its result, so a
+    rank may be a call ahead of its peers.  Returns y of each call, by rank.
+    """
+    backend, ranks = moe._fused, range(moe.config.ranks)
+    machine, plan = backend.machine, backend.plan
+    begin, end = plan.region["topk_idx"].offset, plan.region["routes"].offset
+    results = []
+    for call in calls:
+        inputs = moe._inputs(**call.arguments, x_scale=None)
+        tokens = [i.x.shape[0] for i in inputs]
+        for rank in ranks:
+            staged = SymmetricBuffer.allocate(plan=plan)
+            staged.write_inputs(inputs[rank])
+            source = machine.register(rank, staged.memory[begin:end].clone(), name="staged inputs")
+            target = machine.pointer(backend._buffer[rank], dtype="int32", offset=begin)
+            _enqueue_copy(machine, rank, source, target, end - begin)
+        _without_running(machine, lambda: backend.run(FUSED, [plan.policy(t) for t in tokens], tokens))
+        taken = [torch.zeros_like(y) for y in backend.y]
+        for rank in ranks:
+            target = machine.register(rank, taken[rank].view(torch.int16), name="taken y")
+            source, target = backend._y[rank], machine.pointer(target, dtype="int32")
+            _enqueue_copy(machine, rank, source, target, taken[rank].nbytes)
+        results.append([y[:t] for y, t in zip(taken, tokens, strict=True)])
+    machine.run()
+    moe.check()
+    return results
+
+
+def _enqueue_copy(machine, rank: int, source, target, nbytes: int) -> None:
+    source = machine.pointer(source, dtype="int32")
+    machine.enqueue(rank, copy_words, grid=1, args=[source, target, nbytes // 4])
+
+
+def _without_running(machine, enqueue: Callable[[], object]) -> None:
+    """What would run at once only waits in the queues of the ranks."""
+    machine.run = lambda: None
+    try:
+        enqueue()
+    finally:
+        del machine.run
 
 
 def live_blocks(call: Call, config: MoEConfig, rank: int, block_m: int) -> int:

@@ -392,13 +392,13 @@ def test_memory_is_nan_before_each_launch(form, monkeypatch):
 @pytest.mark.parametrize(
     ("form", "block_m", "ranks", "experts", "tokens", "topk", "programs"),
     [
-        (("bf16", "none"), 128, 1, 48, 12, 4, 1),
-        (("fp8", "ue8m0_32"), 128, 2, 80, 20, 4, 2),
-        (("fp8_block", "block128"), 128, 1, 40, 10, 4, 2),
-        (("mxfp4", "ue8m0_32"), 128, 1, 64, 16, 4, 1),
-        (("fp8", "token"), 64, 1, 48, 12, 4, 1),
-        (("mxfp4", "token"), 16, 1, 144, 18, 8, 1),
-        (("bf16", "none"), 32, 1, 80, 20, 4, 1),
+        (("bf16", "none"), 128, 1, 24, 6, 4, 1),
+        (("fp8", "ue8m0_32"), 128, 2, 40, 10, 4, 1),
+        (("fp8_block", "block128"), 128, 1, 32, 8, 4, 2),
+        (("mxfp4", "ue8m0_32"), 128, 1, 24, 6, 4, 1),
+        (("fp8", "token"), 64, 1, 32, 8, 4, 1),
+        (("mxfp4", "token"), 16, 1, 24, 6, 4, 1),
+        (("bf16", "none"), 32, 1, 24, 6, 4, 1),
     ],
     ids=name_of,
 )

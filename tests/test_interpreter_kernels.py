@@ -118,8 +118,20 @@ def load_role(x_desc, w_desc, x_smem, w_smem, full, empty, arrived, rounds, K: g
 
 
 @gluon.jit
-def math_role(y_desc, x_smem, w_smem, staging, full, empty, peers, flags_offset, rank, ranks, rounds,
-              K: gl.constexpr):  # fmt: skip
+def math_role(
+    y_desc,
+    x_smem,
+    w_smem,
+    staging,
+    full,
+    empty,
+    peers,
+    flags_offset,
+    rank,
+    ranks,
+    rounds,
+    K: gl.constexpr,
+):
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32]
     )
@@ -128,7 +140,7 @@ def math_role(y_desc, x_smem, w_smem, staging, full, empty, peers, flags_offset,
     it = 0
     for t in range(rounds):
         acc = gl.zeros((BM, BN), gl.float32, layout)
-        for k in range(K // BK):
+        for _ in range(K // BK):
             s = it % STAGES
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
             weights = w_smem.index(s).permute((1, 0))
@@ -161,8 +173,20 @@ def combine_role(y, out, peers, flags_offset, rank, rounds):
 
 
 @gluon.jit
-def exchange(x_desc, w_desc, y_desc, y, out, peers, pool_offset, flags_offset, rank, ranks, rounds,
-             K: gl.constexpr):  # fmt: skip
+def exchange(
+    x_desc,
+    w_desc,
+    y_desc,
+    y,
+    out,
+    peers,
+    pool_offset,
+    flags_offset,
+    rank,
+    ranks,
+    rounds,
+    K: gl.constexpr,
+):
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, BK], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     staging = gl.allocate_shared_memory(y_desc.dtype, [BM, BN], y_desc.layout)
@@ -176,19 +200,34 @@ def exchange(x_desc, w_desc, y_desc, y, out, peers, pool_offset, flags_offset, r
     arrived = peer_flag(peers, rank, flags_offset)
     gl.warp_specialize(
         [
-            (math_role, (y_desc, x_smem, w_smem, staging, full, empty, peers, flags_offset, rank,
-                         ranks, rounds, K)),
+            (
+                math_role,
+                (
+                    y_desc,
+                    x_smem,
+                    w_smem,
+                    staging,
+                    full,
+                    empty,
+                    peers,
+                    flags_offset,
+                    rank,
+                    ranks,
+                    rounds,
+                    K,
+                ),
+            ),
             (produce_role, (peers, pool_offset, flags_offset, rank, ranks, rounds, K)),
             (load_role, (x_desc, w_desc, x_smem, w_smem, full, empty, arrived, rounds, K)),
             (combine_role, (y, out, peers, flags_offset, rank, rounds)),
         ],
         [4, 1, 4],
         [80, 40, 80],
-    )  # fmt: skip
+    )
 
 
 def run_exchange(kernel, *, seed, ranks=2, rounds=2, k=256):
-    """Two launches of `exchange`, one after the other; returns every rank's result, and the machine."""
+    """One launch of `exchange` on each rank; returns every rank's result, and the machine."""
     m = Machine(ranks=ranks, seed=seed, max_steps=200_000)
     bm, bn = 64, 64
     rng = np.random.default_rng(7)
@@ -269,7 +308,7 @@ def test_exchange_with_other_numbers_of_ranks(ranks):
     assert m.launches == [(r, "exchange") for r in range(ranks)]
 
 
-# --- two partitions that share shared memory -------------------------------------------------------
+# --- two partitions that share shared memory ------------------------------------------------------
 
 
 @gluon.jit
@@ -324,7 +363,7 @@ def test_halves_share_a_maximum():
         np.testing.assert_array_equal(out, x / x.max(axis=2, keepdims=True))
 
 
-# --- streams ---------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 @gluon.jit

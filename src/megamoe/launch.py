@@ -44,22 +44,39 @@ class Tile:
     columns: int
     dtype: str
     box: tuple[int, int]
+    used: bool = True
 
 
 def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
-    """The four matrices that TMA reads, by kernel argument."""
+    """The matrices that TMA reads, by kernel argument."""
     w_dtype = {"bf16": "bfloat16", "mxfp4": "int8"}.get(config.recipe, "float8e4nv")
     x_dtype = "bfloat16" if config.recipe == "bf16" else "float8e4nv"
     packed = 2 if config.recipe == "mxfp4" else 1
     experts, hidden, intermediate = config.experts_per_rank, config.padded_hidden, config.padded_intermediate
     w_box = (spec.block_n, spec.block_k // packed)
     x_box = (spec.block_m, spec.block_k)
+
+    def scales(rows: int, k: int) -> Tile:
+        """Scales of K groups; where a recipe has none in the K loop, one box that nobody loads."""
+        if rows == 0:
+            return Tile(spec.stage_scale_rows, spec.block_m, "float32", (spec.stage_scale_rows, spec.block_m), used=False)
+        return Tile(k // (spec.block_k // rows), spec.ring_rows, "float32", (rows, spec.block_m))
+
     return {
         "w1": Tile(experts * 2 * intermediate, hidden // packed, w_dtype, w_box),
         "w2": Tile(experts * hidden, intermediate // packed, w_dtype, w_box),
         "pool_x": Tile(spec.ring_rows, hidden, x_dtype, x_box),
         "pool_h": Tile(spec.ring_rows, intermediate, x_dtype, x_box),
+        "pool_x_scale": scales(spec.l1_scale_rows, hidden),
+        "pool_h_scale": scales(spec.l2_scale_rows, intermediate),
     }
+
+
+def shared_layout(tile: Tile) -> object:
+    """Shared memory layout of a box: swizzled for WGMMA, plain for scales, which are read a row at a time."""
+    if tile.dtype == "float32":
+        return compat.gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return compat.gl.NVMMASharedLayout.get_default_for(list(tile.box), getattr(compat.gl, tile.dtype))
 
 
 class InterpreterBackend:
@@ -124,9 +141,7 @@ class InterpreterBackend:
     def _poison(self, rank: int, buffer: SymmetricBuffer) -> None:
         self.y[rank].fill_(float("nan"))
         for region in buffer.poison():
-            # scales of padding rows are read (and their columns thrown away): NaN, but not a fault
-            if not region.name.endswith("_scale"):
-                self.machine.mark_unwritten(self._buffer[rank], region.offset, region.nbytes)
+            self.machine.mark_unwritten(self._buffer[rank], region.offset, region.nbytes)
 
     def _arguments(self, rank: int, spec: KernelSpec, tokens: int) -> list[object]:
         m, buffer, weights = self.machine, self._buffer[rank], self._weights[rank]
@@ -135,6 +150,8 @@ class InterpreterBackend:
             "w2": (weights["w2"], 0),
             "pool_x": (buffer, spec.offset.pool_x),
             "pool_h": (buffer, spec.offset.pool_h),
+            "pool_x_scale": (buffer, spec.offset.pool_x_scale),
+            "pool_h_scale": (buffer, spec.offset.pool_h_scale),
         }
         descriptors = [
             m.descriptor(*where[name], shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box))
@@ -224,19 +241,15 @@ class GluonBackend:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         buffer, weights = self.buffers[rank], self._weights[rank]
-        matrices = {
-            "w1": weights["w1"],
-            "w2": weights["w2"],
-            "pool_x": buffer.view("pool_x"),
-            "pool_h": buffer.view("pool_h"),
-        }
         descriptors = []
         for name, t in tiles(self.plan.config, spec).items():
-            matrix = matrices[name][: t.rows]
+            matrix = weights[name] if name in weights else buffer.view(name)
             if t.dtype == "int8":
                 matrix = matrix.view(torch.int8)
-            layout = compat.gl.NVMMASharedLayout.get_default_for(list(t.box), getattr(compat.gl, t.dtype))
-            descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), layout))
+            if not t.used:
+                matrix = torch.zeros(t.rows, t.columns, device=self.device)
+            matrix = matrix.flatten()[: t.rows * t.columns].view(t.rows, t.columns)
+            descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), shared_layout(t)))
         unused = torch.zeros(4, dtype=torch.float32, device=self.device)
         scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
         offsets = [weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")]

@@ -32,7 +32,7 @@ STATUS_WORDS = 32
 
 
 # roles that record a timeline, in the order of their events
-ROLES = ("math 0", "math 1", "math 2", "math 3", "communicate", "load weights", "load tokens", "schedule")
+ROLES = ("math 0", "math 1", "math 2", "math 3", "communicate", "load weights", "load tokens", "signal")
 TRACE_WORDS = 4  # tag, begin, middle, end
 
 
@@ -127,6 +127,29 @@ class KernelSpec:
     @property
     def stage_bytes_x(self) -> int:
         return self.block_m * self.block_k * self.x_bytes
+
+    @property
+    def scope(self) -> str:
+        """PTX scope of what ranks say to each other."""
+        return "gpu" if self.ranks == 1 else "sys"
+
+    @property
+    def signal_lanes(self) -> int:
+        return max(32, self.block_m)
+
+    @property
+    def l1_scale_rows(self) -> int:
+        """Scale rows of x that come with a stage of L1: only where they are applied in the K loop."""
+        return self.block_k // K_GROUP if self.recipe == "fp8_block" else 0
+
+    @property
+    def l2_scale_rows(self) -> int:
+        """Scale rows of L1's output that come with a stage of L2."""
+        return 0 if self.recipe == "bf16" else self.block_k // H_GROUP
+
+    @property
+    def stage_scale_rows(self) -> int:
+        return max(1, self.l1_scale_rows, self.l2_scale_rows)
 
     @property
     def l1_tiles(self) -> int:
@@ -306,9 +329,9 @@ class Plan:
             ("recv_counts", (SETS, c.ranks, c.experts_per_rank), "int32", "dispatch of every rank", "schedule, dispatch"),
             ("send_counts", (SETS, c.experts), "int32", "dispatch", "dispatch"),
             ("arrived", (SETS, blocks), "int32", "dispatch", "load tokens"),
-            ("l1_done", (SETS, blocks), "int32", "math (L1)", "load tokens"),
-            ("l2_done", (SETS, blocks), "int32", "math (L2)", "dispatch; math (L2)"),
-            ("token_arrivals", (SETS, align_up(t, 32)), "int32", "math (L2) of every rank", "combine"),
+            ("l1_done", (SETS, blocks), "int32", "signal", "load tokens"),
+            ("l2_done", (SETS, blocks), "int32", "signal", "dispatch; signal"),
+            ("token_arrivals", (SETS, align_up(t, 32)), "int32", "signal of every rank", "combine"),
             ("topk_idx", (t, k), "int32", "caller", "dispatch, combine"),
             ("topk_weights", (t, k), "float32", "caller", "dispatch of every rank"),
             ("x", (t, hp), wire, "caller", "dispatch of every rank"),

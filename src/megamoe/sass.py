@@ -1,7 +1,7 @@
 """Reading SASS, the machine code of an NVIDIA GPU as `cuobjdump --dump-sass` prints it.
 
-What a kernel must not have cannot be seen in its source: a register spilled to local memory inside a
-K loop, or a WGMMA that the assembler makes wait for the one before it.  Both are found here by
+What a kernel must not have cannot be seen in its source: a register spilled to local memory inside
+a K loop, or a WGMMA that the assembler makes wait for the one before it.  Both are found here by
 following the branches.
 """
 
@@ -18,7 +18,7 @@ _LINE = re.compile(
 )
 _TARGET = re.compile(r"\b0x([0-9a-f]+)\s*$")
 _WGMMA = ("QGMMA", "HGMMA")  # FP8, bf16
-# BRX and JMX jump through a table that is not printed: to the roles of a kernel, never within a K loop
+# BRX and JMX jump through a table that is not printed: to a role's code, never within a K loop
 _NO_SUCCESSOR = ("EXIT", "RET", "BRX", "JMX")
 
 

@@ -174,32 +174,39 @@ def synchronise(
 ) -> None:
     """The order that atomics (`op` "rmw", "load" or "store") at these places give."""
     clock = task.clock
-    flags = [a.flag(o) for a, o in places]
-    if op != "store" and sem in ("acquire", "acq_rel"):
-        for f in flags:
-            clock.acquire(f.learn(task, scope))
-    elif op != "store":
-        for f in flags:
-            for level, held in task.loose.items():
-                got = f.learn(task, level if scope != "gpu" else "gpu")
-                if got is not None:
-                    task.loose[level] = got.join(held)
+    if op != "store":
+        known = [f for f in (a.flags.get(o) for a, o in places) if f is not None]
+        if sem in ("acquire", "acq_rel"):
+            for f in known:
+                clock.acquire(f.learn(task, scope))
+        else:
+            _learn_loosely(task, known, scope)
     if op == "load":
         return
     if op == "store":
-        for f in flags:
-            f.clear()
+        for a, o in places:
+            if o in a.flags:
+                a.flags[o].clear()
     if sem in ("release", "acq_rel"):
         k = clock.release(whole_partition)
-        for f in flags:
-            f.publish(task, scope, k)
+        for a, o in places:
+            a.flag(o).publish(task, scope, k)
         return
     # A relaxed write after a fence releases as far as the narrower of the two scopes.
     for level in _SCOPES[: _SCOPES.index(scope) + 1]:
         k = task.fence_release[level]
         if k is not None:
-            for f in flags:
-                f.publish(task, level, k)
+            for a, o in places:
+                a.flag(o).publish(task, level, k)
+
+
+def _learn_loosely(task: object, flags: list, scope: str) -> None:
+    """What relaxed reads saw: a later fence turns it into an acquire."""
+    for f in flags:
+        for level, held in task.loose.items():
+            got = f.learn(task, level if scope == "sys" else scope)
+            if got is not None:
+                task.loose[level] = got.join(held)
 
 
 def fence(task: object, sem: str, scope: str) -> None:
@@ -235,6 +242,7 @@ def atomic(
     value = cast(as_tensor(value), dtype, False)
     compare = None if compare is None else cast(as_tensor(compare), dtype, False)
     on = _is_true(mask)
+    task.machine.events["atomics"] += 1
     task.pause()
     if not pointer.terms and not pointer._shape and not value.shape:
         if not on:

@@ -71,6 +71,13 @@ def _ndim(x: object) -> int:
 
 def cast(x: object, dtype: DType, bitcast: bool) -> Tensor:
     """`x` converted to `dtype`; between pointers and 64-bit integers the address is kept."""
+    if (
+        type(x) is Scalar
+        and x.dtype.kind in "ib"
+        and dtype.kind == "i"
+        and x.dtype.bits <= dtype.bits
+    ):
+        return x if x.dtype is dtype else Scalar(int(x.v), dtype)
     x = as_tensor(x)
     src = x.dtype
     if src is dtype:
@@ -85,9 +92,11 @@ def cast(x: object, dtype: DType, bitcast: bool) -> Tensor:
         return Scalar(_wrap_int(int(x.v), dtype), dtype)
     value = np.asarray(x.v, src.calc)
     out = dt.bitcast(value, src, dtype) if bitcast else dt.convert(value, src, dtype)
-    keep = not bitcast and src.kind in "iu" and dtype.kind in "iu" and x.lo is not None
-    keep = keep and dtype.lo <= x.lo and x.hi <= dtype.hi
-    return wrap(out.reshape(x.shape), dtype, x.lo if keep else None, x.hi if keep else None)
+    if bitcast or not src.is_integer or dtype.kind not in "iu":
+        return wrap(out.reshape(x.shape), dtype)
+    lo, hi = (src.lo, src.hi) if x.lo is None else (x.lo, x.hi)
+    keep = dtype.lo <= lo and hi <= dtype.hi and (x.lo is not None or src.bits < dtype.bits)
+    return wrap(out.reshape(x.shape), dtype, lo if keep else None, hi if keep else None)
 
 
 def _cast_pointer(x: Tensor, dtype: DType) -> Tensor:

@@ -149,7 +149,8 @@ def e4m3_encode(x: np.ndarray) -> np.ndarray:
     mag = bits & 0x7FFFFFFF
     nan = mag > 0x7F800000
     # Adding 2^-9 * 2^23 aligns a small value to the subnormal grid, so that the addition rounds it.
-    small = (mag.view(np.float32) + np.float32(16384.0)).view(np.int32) - 0x46800000
+    with np.errstate(invalid="ignore"):
+        small = (mag.view(np.float32) + np.float32(16384.0)).view(np.int32) - 0x46800000
     code = ((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) - 960
     code = np.where(mag < 0x3C800000, small, np.minimum(code, 126))
     if nan.any():

@@ -7,7 +7,7 @@ import numpy as np
 from .errors import DataRace, KernelError, ProxyFault, UnwrittenRead
 from .faults import party
 from .memory import Allocation, Runs, put
-from .order import ASYNC, ATOMIC_GPU, KIND_NAMES, Clock, Order
+from .order import ASYNC, ATOMIC_GPU, KIND_NAMES, Clock, Order, same
 
 
 def _span(runs: Runs) -> tuple[object, np.ndarray]:
@@ -27,35 +27,30 @@ def check_read(clock: Clock, runs: Runs, event: int, kind: int) -> None:
         return
     order = clock.order
     shadow, (write, _) = _span(runs)
-    top, low = int(np.maximum.reduce(write, axis=None)), int(np.minimum.reduce(write, axis=None))
-    if low < 0:
-        # TMA moves whole boxes: rows that nobody wrote are garbage that the kernel may drop later
-        if kind != ASYNC or top < 0:
-            raise UnwrittenRead(
-                f"reads {_first(runs, shadow, write < 0)}, which nobody has written"
-            )
-        write = np.maximum(write, 0)
-        low = 0
-    if top > 0:
-        if not (top == low and clock.knows(top)):
-            bad = order.unordered(write, clock, kind)
-            if bad:
-                raise DataRace(_race(order, runs, shadow, write, bad, kind, "reads"))
-        if kind == ASYNC:
-            bad = order.unfenced(write, clock, shared=False)
-            if bad:
-                raise ProxyFault(_unfenced(order, runs, shadow, write, bad))
+    last = same(write)
+    if last is None or last < 0:
+        write = _only_written(runs, shadow, write, kind)
+    if last is None or not clock.knows(last):
+        bad = order.unordered(write, clock, kind)
+        if bad:
+            raise DataRace(_race(order, runs, shadow, write, bad, kind, "reads"))
+    if kind == ASYNC and last != 0:
+        bad = order.unfenced(write, clock, shared=False)
+        if bad:
+            raise ProxyFault(_unfenced(order, runs, shadow, write, bad))
     window = runs.get(shadow.read, shadow.grain, shadow.lo)
-    read = window[0]
-    first, last = int(np.maximum.reduce(read, axis=None)), int(np.minimum.reduce(read, axis=None))
-    if first == last:
-        state = order.after_read(first, event, clock)
-        if state != first:
-            put(shadow.read, window, state)
-        return
-    old, inverse = np.unique(read, return_inverse=True)
-    new = np.array([order.after_read(int(s), event, clock) for s in old], np.int32)
-    put(shadow.read, window, new[inverse].reshape(read.shape))
+    put(shadow.read, window, order.after_reads(window[0], event, clock))
+
+
+def _only_written(runs: Runs, shadow: object, write: np.ndarray, kind: int) -> np.ndarray:
+    """The writing events; raises if there is a granule without one."""
+    missing = write < 0
+    if not missing.any():
+        return write
+    # TMA moves whole boxes: rows that nobody wrote are garbage that the kernel may drop later
+    if kind != ASYNC or missing.all():
+        raise UnwrittenRead(f"reads {_at(runs, shadow, missing)}, which nobody has written")
+    return np.maximum(write, 0)
 
 
 def check_write(clock: Clock, runs: Runs, event: int, kind: int) -> None:
@@ -74,8 +69,7 @@ def check_write(clock: Clock, runs: Runs, event: int, kind: int) -> None:
     if bad:
         raise DataRace(_race(order, runs, shadow, window[0], bad, kind, "writes"))
     readers = runs.get(shadow.read, shadow.grain, shadow.lo)
-    top = int(np.maximum.reduce(readers[0], axis=None))
-    if top:
+    if same(readers[0]) != 0:
         bad = order.unordered_reader(readers[0], clock, kind)
         if bad:
             where = _at(
@@ -92,10 +86,6 @@ def check_write(clock: Clock, runs: Runs, event: int, kind: int) -> None:
         if kind < ATOMIC_GPU:
             put(shadow.read, readers, 0)
     put(shadow.write, window, event)
-
-
-def _first(runs: Runs, shadow: object, bad: np.ndarray) -> str:
-    return _at(runs, shadow, bad)
 
 
 def _at(runs: Runs, shadow: object, bad: np.ndarray) -> str:

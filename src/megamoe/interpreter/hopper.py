@@ -330,6 +330,7 @@ class tma:  # noqa: N801 (stands for the module of that name)
         check_shared_write(clock, result, IN_FLIGHT, "TMA overwrites")
         b.in_flight += 1
         task.cta.copies += 1
+        task.machine.events["tma_loads"] += 1
 
         def finish() -> None:
             if parts and all(
@@ -382,6 +383,7 @@ class tma:  # noqa: N801 (stands for the module of that name)
 
         copy = Copy(task, place, finish)
         task.stores.append((copy, read, write))
+        task.machine.events["tma_stores"] += 1
         task.machine.pending.append(copy)
         task.effect()
 

@@ -259,6 +259,8 @@ def atomic_store(
 
 def where(condition: object, x: object, y: object) -> Tensor:
     condition = as_tensor(condition)
+    if type(condition) is Scalar and type(x) is Scalar and type(y) is Scalar and x.dtype is y.dtype:
+        return x if condition.v else y
     if type(x) is Pointer or type(y) is Pointer:
         return wrap(np.where(condition.v, x.v, y.v), x.dtype)
     av, bv, dtype = (
@@ -269,7 +271,24 @@ def where(condition: object, x: object, y: object) -> Tensor:
     if type(condition) is Scalar and type(av) is not np.ndarray and type(bv) is not np.ndarray:
         return wrap(av if condition.v else bv, dtype)
     out = np.where(condition.v, av, bv)
-    return wrap(out if out.dtype == dtype.calc else out.astype(dtype.calc), dtype)
+    if out.dtype != dtype.calc:
+        out = out.astype(dtype.calc)
+    return Tensor(out, dtype, *_hull(x, y)) if dtype.kind in "iu" else wrap(out, dtype)
+
+
+def _hull(x: object, y: object) -> tuple[int | None, int | None]:
+    """Bounds of a choice between two integers, where both are known."""
+    if isinstance(x, int):
+        lo, hi = x, x
+    else:
+        lo, hi = x.bounds() if type(x) is Scalar else (x.lo, x.hi)
+    if isinstance(y, int):
+        lo2, hi2 = y, y
+    else:
+        lo2, hi2 = y.bounds() if type(y) is Scalar else (y.lo, y.hi)
+    if lo is None or lo2 is None:
+        return None, None
+    return builtins.min(lo, lo2), builtins.max(hi, hi2)
 
 
 def _extremum(op: np.ufunc, ignoring_nan: np.ufunc, choose: Callable) -> Callable[..., Tensor]:

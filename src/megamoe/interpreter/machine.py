@@ -184,7 +184,7 @@ class Machine:
         self.time_ns = 1_000_000_000
         self.launches: list[tuple[int, str]] = []
         self.steps = 0
-        self.events: dict[str, int] = {}
+        self.events = {"tma_loads": 0, "tma_stores": 0, "mmas": 0, "atomics": 0}
         self.hub: greenlet | None = None
         self.ready: list[Task] = []
         self.pending: list = []
@@ -194,6 +194,11 @@ class Machine:
         self._after: list[Knowledge | None] = [None] * ranks
         self.effects = 0  # changes that others may see
         self._idle_wakes = self._idle_effects = 0
+
+    @property
+    def now(self) -> int:
+        """What %globaltimer reads: a nanosecond a scheduler step, so that traces show the order."""
+        return self.time_ns + self.steps
 
     # --- buffers and arguments --------------------------------------------------------------------
 

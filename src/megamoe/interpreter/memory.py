@@ -19,6 +19,7 @@ from .values import Pointer, Tensor
 _BASE = 1 << 32
 _ALIGN = 1 << 12
 COARSEST = 16
+_FEW = 64  # up to so many runs, plain Python is quicker than NumPy
 
 
 class Shadow:
@@ -246,6 +247,8 @@ class Memory:
         if i >= 0 and hi + nbytes <= self.allocations[i].end:
             alloc = self.allocations[i]
             return [(Runs(alloc, addr - alloc.base, nbytes), None)]
+        if addr.size <= _FEW:
+            return self._split_few(addr.tolist(), nbytes)
         owner = np.searchsorted(self._starts, addr, side="right") - 1
         out = []
         for i in np.unique(owner):
@@ -255,6 +258,19 @@ class Memory:
             self.at(int(mine.max()), int(mine.max()) + nbytes)
             out.append((Runs(alloc, mine - alloc.base, nbytes), where))
         return out
+
+    def _split_few(self, addresses: list[int], nbytes: int) -> list[tuple[Runs, np.ndarray | None]]:
+        """`split` of a handful of runs, without NumPy's overhead."""
+        groups: dict[Allocation, tuple[list[int], list[int]]] = {}
+        for row, address in enumerate(addresses):
+            alloc = self.at(address, address + nbytes)
+            starts, rows = groups.setdefault(alloc, ([], []))
+            starts.append(address - alloc.base)
+            rows.append(row)
+        return [
+            (Runs(alloc, np.array(starts, np.int64), nbytes), np.array(rows))
+            for alloc, (starts, rows) in groups.items()
+        ]
 
     def describe(self, address: int) -> str:
         i = bisect.bisect_right(self._bases, address) - 1
@@ -388,6 +404,10 @@ class Access:
         if not m.any():
             self._nothing()
             return
+        if m.size == self.rows_total == m.shape[0] and not self.flip and self.rows_total > 1:
+            self.keep = np.flatnonzero(m)
+            self.addr = self.addr[self.keep]
+            return
         m = np.broadcast_to(m, self.shape)
         grid = m.T if self.flip else m
         grid = grid.reshape(self.rows_total, self.cols_total)
@@ -430,7 +450,8 @@ class Access:
 
     def _back(self, grid: np.ndarray) -> np.ndarray:
         if self.flip:
-            return grid.reshape(self.rows_total, self.cols_total).T.reshape(self.shape)
+            # As the tensor's columns, also where single lanes are the runs.
+            return grid.reshape(self.shape[1], self.shape[0]).T.reshape(self.shape)
         return grid.reshape(self.shape)
 
     def _grid(self, value: np.ndarray) -> np.ndarray:

@@ -12,6 +12,8 @@ release) and one by the reader (after its acquire).  Shared memory needs only th
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 # Clock slots of a task: its own accesses, and the lanes of its asynchronous operations.
@@ -19,7 +21,17 @@ SLOTS = 4
 COPIES, MMAS, STORE_READS = 1, 2, 3
 GENERIC, ASYNC, ATOMIC_GPU, ATOMIC_SYS = range(4)
 UNWRITTEN, IN_FLIGHT = -1, -2
+_FEW = 128  # up to so many granules, plain Python is quicker than NumPy
 KIND_NAMES = ("ordinary", "TMA", "atomic (gpu scope)", "atomic (sys scope)")
+
+
+def same(ids: np.ndarray) -> int | None:
+    """The one value of an int32 array, or None.  (Much quicker than two reductions.)"""
+    raw = ids.tobytes()
+    head = raw[:4]
+    if raw == head * (len(raw) >> 2):
+        return int.from_bytes(head, sys.byteorder, signed=True)
+    return None
 
 
 def _join(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
@@ -256,11 +268,16 @@ class Order:
         """An event among `ids` that did not happen before `clock`, or 0.  `atomic`: kind of the
         access if atomic.
         """
-        top = int(np.maximum.reduce(ids, axis=None))
-        if top <= 0:
+        event = same(ids)
+        if event is not None:
+            return 0 if clock.knows(event) or self.compatible(event, atomic, clock) else event
+        if ids.size <= _FEW:
+            for event in sorted(set(ids.ravel().tolist())):
+                if not clock.knows(event) and not self.compatible(event, atomic, clock):
+                    return event
             return 0
-        if top == int(np.minimum.reduce(ids, axis=None)):
-            return 0 if clock.knows(top) or self.compatible(top, atomic, clock) else top
+        if int(np.maximum.reduce(ids, axis=None)) <= 0:
+            return 0
         self._mirror()
         flat = ids.ravel()
         slots = self._np_slots[flat]
@@ -285,12 +302,9 @@ class Order:
 
     def unfenced(self, ids: np.ndarray, clock: Clock, shared: bool) -> int:
         """A generic write among `ids` that the async proxy may not see yet, or 0."""
-        top = int(np.maximum.reduce(ids, axis=None))
-        if top <= 0:
-            return 0
         covered = clock.sseen if shared else clock.seen
-        same = top == int(np.minimum.reduce(ids, axis=None))
-        for event in (top,) if same else np.unique(ids).tolist():
+        event = same(ids)
+        for event in sorted(set(ids.ravel().tolist())) if event is None else (event,):
             if event > 0 and self.kinds[event] != ASYNC:
                 slot = self.slots[event]
                 if slot >= covered.size or covered[slot] < self.clks[event]:
@@ -319,13 +333,23 @@ class Order:
             self._next_state[key] = new
         return new
 
+    def after_reads(self, states: np.ndarray, event: int, clock: Clock) -> object:
+        """`after_read` of every element; one number if it is the same for all."""
+        state = same(states)
+        if state is not None:
+            return self.after_read(state, event, clock)
+        if states.size <= _FEW:
+            new = [self.after_read(s, event, clock) for s in states.ravel().tolist()]
+            return np.array(new, np.int32).reshape(states.shape)
+        old, inverse = np.unique(states, return_inverse=True)
+        new = np.array([self.after_read(int(s), event, clock) for s in old], np.int32)
+        return new[inverse].reshape(states.shape)
+
     def unordered_reader(self, states: np.ndarray, clock: Clock, atomic: int = -1) -> int:
         """A reading event in one of the sets that did not happen before `clock`, or 0."""
-        top = int(np.maximum.reduce(states, axis=None))
-        if top == 0:
-            return 0
-        if top == int(np.minimum.reduce(states, axis=None)):
-            return self.late_reader(top, clock, atomic)
+        state = same(states)
+        if state is not None:
+            return self.late_reader(state, clock, atomic) if state else 0
         for state in np.unique(states):
             event = self.late_reader(int(state), clock, atomic)
             if event:

@@ -115,7 +115,7 @@ class Lanes:
     def _special(self, name: str) -> int:
         task = self.task
         if name == "%globaltimer":
-            return task.machine.time_ns
+            return task.machine.now
         if name in ("%clock64", "%clock"):
             return task.machine.steps
         if name in ("%ctaid.x", "%smid"):

@@ -64,15 +64,13 @@ def _reduce(
 
 
 def _exact_sum(v: np.ndarray, axis: int) -> np.ndarray:
-    out = np.sum(v, axis=axis, dtype=np.int64 if v.dtype.kind == "i" else np.uint64)
-    info = np.iinfo(v.dtype)
-    if (
-        v.dtype.itemsize < 8
-        and v.dtype.kind == "i"
-        and (np.any(out > info.max) or np.any(out < info.min))
-    ):
+    if v.dtype.kind == "u" or v.dtype.itemsize == 8:
+        return np.add.reduce(v, axis=axis, dtype=v.dtype)
+    out = np.add.reduce(v, axis=axis, dtype=np.int64)
+    short = out.astype(v.dtype)
+    if not (short == out).all():
         raise Overflow(f"{v.dtype} overflow in sum")
-    return out.astype(v.dtype)
+    return short
 
 
 def sum(

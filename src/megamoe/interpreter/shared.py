@@ -13,7 +13,7 @@ from .arith import cast
 from .dtypes import DType
 from .errors import OutOfBounds, ProxyFault, SharedMemoryRace, UnsupportedOperation, UnwrittenRead
 from .faults import line, party, where
-from .order import ASYNC, GENERIC, IN_FLIGHT, KIND_NAMES, UNWRITTEN, Clock
+from .order import ASYNC, GENERIC, IN_FLIGHT, KIND_NAMES, UNWRITTEN, Clock, same
 from .values import ANY_LAYOUT, Tensor, as_tensor, shape_of, wrap
 
 _NAMES: dict[tuple, str] = {}
@@ -140,7 +140,8 @@ class SharedMemory:
         )
 
     def slice(self, start: object, length: object, dim: object = 0) -> SharedMemory:
-        first, count, dim = (int(as_tensor(x).v) for x in (start, length, dim))
+        first = start if type(start) is int else int(as_tensor(start).v)
+        count = length if type(length) is int else int(as_tensor(length).v)
         key = ("s", first, count, dim)
         kid = self.kids.get(key)
         if kid is not None:
@@ -268,14 +269,10 @@ def check_shared_read(clock: Clock, view: SharedMemory, event: int, by_async: bo
     read.
     """
     write, order = view.write, clock.order
-    top, low = int(np.maximum.reduce(write, axis=None)), int(np.minimum.reduce(write, axis=None))
-    if low == UNWRITTEN:
-        raise UnwrittenRead(f"reads {view.name}, which nobody has written")
-    if low == IN_FLIGHT:
-        raise SharedMemoryRace(
-            f"reads {view.name} while a TMA copy into it is under way: wait for its mbarrier first"
-        )
-    if not (top == low and clock.knows(top)):
+    last = same(write)
+    if last is None or last < 0:
+        _check_filled(view, write)
+    if last is None or not clock.knows(last):
         bad = order.unordered(write, clock)
         if bad:
             what = "filled by TMA" if order.kinds[bad] == ASYNC else "written"
@@ -291,16 +288,17 @@ def check_shared_read(clock: Clock, view: SharedMemory, event: int, by_async: bo
                 f"{party(order.info[bad])}, "
                 "without fence_async_shared() after them"
             )
-    read = view.read
-    first, last = int(np.maximum.reduce(read, axis=None)), int(np.minimum.reduce(read, axis=None))
-    if first == last:
-        state = order.after_read(first, event, clock)
-        if state != first:
-            read[...] = state
-        return
-    old, inverse = np.unique(read, return_inverse=True)
-    new = np.array([order.after_read(int(s), event, clock) for s in old], np.int32)
-    read[...] = new[inverse].reshape(read.shape)
+    view.read[...] = order.after_reads(view.read, event, clock)
+
+
+def _check_filled(view: SharedMemory, write: np.ndarray) -> None:
+    low = int(write.min())
+    if low == UNWRITTEN:
+        raise UnwrittenRead(f"reads {view.name}, which nobody has written")
+    if low == IN_FLIGHT:
+        raise SharedMemoryRace(
+            f"reads {view.name} while a TMA copy into it is under way: wait for its mbarrier first"
+        )
 
 
 def check_shared_write(clock: Clock, view: SharedMemory, event: int, verb: str) -> None:
@@ -308,7 +306,8 @@ def check_shared_write(clock: Clock, view: SharedMemory, event: int, verb: str) 
     its writer.
     """
     write, order = view.write, clock.order
-    if int(np.minimum.reduce(write, axis=None)) == IN_FLIGHT:
+    last = same(write)
+    if last == IN_FLIGHT or last is None and int(write.min()) == IN_FLIGHT:
         raise SharedMemoryRace(f"{verb} {view.name} while a TMA copy into it is under way")
     bad = order.unordered(write, clock)
     if bad:

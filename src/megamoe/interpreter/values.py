@@ -7,7 +7,8 @@ tile are such sums, and memory accesses are much faster on rows than on lanes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -71,7 +72,9 @@ class Tensor:
         if self.lo is None:
             if self.v.size == 0:
                 return 0, 0
-            self.lo, self.hi = int(self.v.min()), int(self.v.max())
+            v = self.v
+            self.lo = int(np.minimum.reduce(v, axis=None))
+            self.hi = int(np.maximum.reduce(v, axis=None))
         return self.lo, self.hi
 
     def reshape(self, *shape: object) -> Tensor:
@@ -145,7 +148,7 @@ class Scalar(Tensor):
     def broadcast_to(self, *shape: object) -> Tensor:
         return Tensor(np.full(shape_of(shape), self.v, self.dtype.calc), self.dtype)
 
-    # The loop counters of every role: worth a short path.
+    # Loop counters and conditions of every role are scalars: worth a short path.
     def __add__(self, o: object) -> Tensor:
         d = self.dtype
         if type(o) is int or type(o) is Scalar and o.dtype is d:
@@ -190,17 +193,35 @@ class Scalar(Tensor):
                 return Scalar(self.v % b, d)
         return Tensor.__mod__(self, o)
 
-    def __lt__(self, o: object) -> Tensor:
-        if type(o) is int or type(o) is Scalar and o.dtype is self.dtype:
-            return Scalar(bool(self.v < (o if type(o) is int else o.v)), dt.int1)
-        return Tensor.__lt__(self, o)
 
-    def __eq__(self, o: object) -> Tensor:
-        if type(o) is int or type(o) is Scalar and o.dtype is self.dtype:
-            return Scalar(bool(self.v == (o if type(o) is int else o.v)), dt.int1)
-        return Tensor.__eq__(self, o)
+def _short_comparison(name: str, op: Callable[[object, object], bool]) -> None:
+    general = f"__{name}__"
 
-    __hash__ = object.__hash__
+    def compare(self: Scalar, o: object) -> Tensor:
+        if type(o) is int or type(o) is Scalar and o.dtype is self.dtype:
+            return TRUE if op(self.v, o if type(o) is int else o.v) else FALSE
+        return getattr(Tensor, general)(self, o)
+
+    setattr(Scalar, general, compare)
+
+
+def _short_logic(name: str, op: Callable[[object, object], object]) -> None:
+    general = f"__{name}__"
+
+    def combine(self: Scalar, o: object) -> Tensor:
+        if type(o) is Scalar and o.dtype is self.dtype and o.dtype.is_integer:
+            return Scalar(op(self.v, o.v), o.dtype)
+        return getattr(Tensor, general)(self, o)
+
+    setattr(Scalar, general, combine)
+
+
+TRUE, FALSE = Scalar(True, dt.int1), Scalar(False, dt.int1)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _short_comparison(_name, getattr(operator, _name))
+for _name, _op in {"and": operator.and_, "or": operator.or_, "xor": operator.xor}.items():
+    _short_logic(_name, _op)
+Scalar.__hash__ = object.__hash__
 
 
 class LazySum(Tensor):
@@ -350,6 +371,8 @@ def as_tensor(value: object) -> Tensor:
     """A value from a value or a Python number."""
     if isinstance(value, Tensor):
         return value
+    if type(value) is int and -0x80000000 <= value <= 0x7FFFFFFF:
+        return Scalar(value, dt.int32)
     value = number(value)
     if isinstance(value, (bool, int, float)):
         return wrap(value, dt.python_type(value))

@@ -150,6 +150,7 @@ def warpgroup_mma(
             check_shared_read(clock, operand, event, True)
     op = Mma(a, b, acc if bool(use_acc) else None, event)
     task.mmas.append(op)
+    task.machine.events["mmas"] += 1
     if is_async:
         return MmaResult(op)
     return warpgroup_mma_wait(0, [MmaResult(op)])

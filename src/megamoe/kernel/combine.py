@@ -5,7 +5,7 @@ from megamoe.kernel.sync import PHASE_PARTIALS, wait_sys
 from megamoe.kernel.trace import COMBINE, COMMUNICATE, now, record
 
 COMBINE_TOKENS = gl.constexpr(4)  # a partition's tokens at once: one a warp
-COMBINE_COLUMNS = gl.constexpr(256)
+COMBINE_COLUMNS = gl.constexpr(256)  # and columns: many small units, so that a short call is spread over all programs
 
 
 @gluon.jit
@@ -21,9 +21,11 @@ def combine_role(ctx):
     partials = ctx.region(spec.offset.partials, gl.bfloat16)
     arrivals = ctx.region(spec.offset.token_arrivals, gl.int32) + ctx.counter_set * (spec.offset.token_set // 4)
     event = 3  # after those of dispatch
-    units = (ctx.tokens + (COMBINE_TOKENS - 1)) // COMBINE_TOKENS
+    chunks: gl.constexpr = spec.padded_hidden // COMBINE_COLUMNS
+    units = (ctx.tokens + (COMBINE_TOKENS - 1)) // COMBINE_TOKENS * chunks
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        token = unit * COMBINE_TOKENS + gl.arange(0, COMBINE_TOKENS, layout=line)
+        token = unit // chunks * COMBINE_TOKENS + gl.arange(0, COMBINE_TOKENS, layout=line)
+        column = unit % chunks * COMBINE_COLUMNS + columns
         real = token < ctx.tokens
         token = gl.minimum(token, ctx.tokens - 1)
         active = token * 0
@@ -32,15 +34,12 @@ def combine_role(ctx):
         begin = now(ctx)
         wait_sys(arrivals + token, active, ctx.status() + token * 0, PHASE_PARTIALS, token, spec.timeout_ns)
         ready = now(ctx)
-        source = partials + token.to(gl.int64)[:, None] * (spec.topk * spec.padded_hidden)
-        target = ctx.y + token.to(gl.int64)[:, None] * spec.hidden
-        for start in range(0, spec.padded_hidden, COMBINE_COLUMNS):
-            total = gl.zeros((COMBINE_TOKENS, COMBINE_COLUMNS), gl.float32, layout)
-            for slot in gl.static_range(TOPK):
-                used = (gl.load(topk_idx + token * spec.topk + slot) >= 0)[:, None]
-                total += gl.load(source + (slot * spec.padded_hidden + start + columns), mask=used, other=0.0,
-                                 cache_modifier=".cg").to(gl.float32)  # fmt: skip
-            inside = real[:, None] & (start + columns < spec.hidden)
-            gl.store(target + (start + columns), total.to(gl.bfloat16), mask=inside)
+        row = partials + token.to(gl.int64)[:, None] * (spec.topk * spec.padded_hidden) + column
+        total = gl.zeros((COMBINE_TOKENS, COMBINE_COLUMNS), gl.float32, layout)
+        for slot in gl.static_range(TOPK):
+            used = (gl.load(topk_idx + token * spec.topk + slot) >= 0)[:, None]
+            total += gl.load(row + slot * spec.padded_hidden, mask=used, other=0.0, cache_modifier=".cg").to(gl.float32)
+        target = ctx.y + token.to(gl.int64)[:, None] * spec.hidden + column
+        gl.store(target, total.to(gl.bfloat16), mask=real[:, None] & (column < spec.hidden))
         record(ctx, COMMUNICATE, event, COMBINE, unit, 0, begin, ready, now(ctx))
         event += 1

@@ -22,6 +22,8 @@ class Context:
     w2: tma.tensor_descriptor
     pool_x: tma.tensor_descriptor
     pool_h: tma.tensor_descriptor
+    pool_x_scale: tma.tensor_descriptor
+    pool_h_scale: tma.tensor_descriptor
     w1_scale: gl.tensor
     w2_scale: gl.tensor
     w1_offset: gl.tensor
@@ -29,7 +31,7 @@ class Context:
 
     @gluon.constexpr_function
     def __init__(self, spec, buffer, peers, rank, tokens, epoch, counter_set, y, w1, w2, pool_x, pool_h,
-                 w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
+                 pool_x_scale, pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
         self.spec = gl.constexpr(spec)
         self.buffer = buffer
         self.peers = peers
@@ -42,6 +44,8 @@ class Context:
         self.w2 = w2
         self.pool_x = pool_x
         self.pool_h = pool_h
+        self.pool_x_scale = pool_x_scale
+        self.pool_h_scale = pool_h_scale
         self.w1_scale = w1_scale
         self.w2_scale = w2_scale
         self.w1_offset = w1_offset
@@ -75,23 +79,27 @@ class Rings:
 
     w: gl.shared_memory_descriptor  # [stages, block_n, block_k]
     x: gl.shared_memory_descriptor  # [stages, block_m, block_k]
+    x_scale: gl.shared_memory_descriptor  # [stages, scale rows of a stage, block_m]
     full: gl.shared_memory_descriptor  # [stages]: both loaders' bytes have landed
     empty: gl.shared_memory_descriptor  # [stages]: every math partition has read them
     tasks: gl.shared_memory_descriptor  # [slots, words]
     task_full: gl.shared_memory_descriptor
     task_empty: gl.shared_memory_descriptor
+    tile_done: gl.shared_memory_descriptor  # [slots]: every math partition has stored its part of the task's tile
     amax: gl.shared_memory_descriptor  # [2 x math partitions, block_m]
     amax_full: gl.shared_memory_descriptor  # [math partitions / 2]
 
     @gluon.constexpr_function
-    def __init__(self, w, x, full, empty, tasks, task_full, task_empty, amax, amax_full):
+    def __init__(self, w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full):
         self.w = w
         self.x = x
+        self.x_scale = x_scale
         self.full = full
         self.empty = empty
         self.tasks = tasks
         self.task_full = task_full
         self.task_empty = task_empty
+        self.tile_done = tile_done
         self.amax = amax
         self.amax_full = amax_full
 
@@ -109,11 +117,14 @@ def allocate_rings(ctx):
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     w = gl.allocate_shared_memory(ctx.w1.dtype, [stages, block_n, columns], ctx.w1.layout)
     x = gl.allocate_shared_memory(ctx.pool_x.dtype, [stages, block_m, block_k], ctx.pool_x.layout)
+    scale_rows: gl.constexpr = spec.stage_scale_rows
+    x_scale = gl.allocate_shared_memory(gl.float32, [stages, scale_rows, block_m], ctx.pool_h_scale.layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
     tasks = gl.allocate_shared_memory(gl.int32, [TASK_SLOTS, TASK_WORDS], plain)
     task_full = gl.allocate_shared_memory(gl.int64, [TASK_SLOTS, 1], barriers)
     task_empty = gl.allocate_shared_memory(gl.int64, [TASK_SLOTS, 1], barriers)
+    tile_done = gl.allocate_shared_memory(gl.int64, [TASK_SLOTS, 1], barriers)
     amax = gl.allocate_shared_memory(gl.float32, [2 * partitions, block_m], plain)
     amax_full = gl.allocate_shared_memory(gl.int64, [partitions // 2, 1], barriers)
     for i in gl.static_range(stages):
@@ -121,7 +132,8 @@ def allocate_rings(ctx):
         mbarrier.init(empty.index(i), count=partitions)
     for i in gl.static_range(TASK_SLOTS):
         mbarrier.init(task_full.index(i), count=1)
-        mbarrier.init(task_empty.index(i), count=partitions + 2)
+        mbarrier.init(task_empty.index(i), count=partitions + 3)
+        mbarrier.init(tile_done.index(i), count=partitions)
     for i in gl.static_range(partitions // 2):
         mbarrier.init(amax_full.index(i), count=2)
-    return Rings(w, x, full, empty, tasks, task_full, task_empty, amax, amax_full)
+    return Rings(w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full)

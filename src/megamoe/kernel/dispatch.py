@@ -150,7 +150,6 @@ def pull(ctx, rows, first, blocks):
     total = gl.sum(rows, 0)
     arrived = ctx.block_counters(spec.offset.arrived)
     l2_done = ctx.block_counters(spec.offset.l2_done)
-    l2_signals: gl.constexpr = spec.l2_tiles * spec.math_partitions
     routes = ctx.region(spec.offset.routes, gl.int32)
     weights = ctx.region(spec.offset.pool_weight, gl.float32)
     origins = ctx.region(spec.offset.pool_origin, gl.int64)
@@ -166,19 +165,19 @@ def pull(ctx, rows, first, blocks):
         entry = gl.minimum(gl.maximum(entry, 0), spec.capacity * spec.topk - 1)
         if blocks > spec.ring_blocks:
             before = gl.maximum(block - spec.ring_blocks, 0)
-            wanted = gl.where(block >= spec.ring_blocks, l2_signals, 0)
+            wanted = gl.where(block >= spec.ring_blocks, spec.l2_tiles, 0)
             wait_gpu(l2_done + before, wanted, ctx.status() + before * 0, PHASE_SLOT, before, spec.timeout_ns)
             cta_barrier()
         pool_row = (block % spec.ring_blocks) * spec.block_m + index % spec.block_m
         weight = gl.load(ctx.peer_region(source, spec.offset.topk_weights, gl.float32) + entry, mask=real, other=0.0)
-        gl.store(weights + pool_row, weight, mask=real)
-        gl.store(origins + pool_row, source.to(gl.int64) * (1 << 32) + entry, mask=real)
         token = entry // spec.topk
         if spec.x_scales == "ue8m0_32":
             inexact += pull_rebased(ctx, source, token, pool_row, real)
         else:
             pull_scales(ctx, source, token, pool_row, real)
             pull_bytes(ctx, source, token, pool_row, real)
+        gl.store(weights + pool_row, weight, mask=real)
+        gl.store(origins + pool_row, source.to(gl.int64) * (1 << 32) + entry, mask=real)
         # the last row of an expert also brings the padding of its block
         padding = gl.where(index == count - 1, (spec.block_m - count % spec.block_m) % spec.block_m, 0)
         signal_rows(arrived + block, 1 + padding, real)
@@ -203,8 +202,11 @@ def pull_bytes(ctx, source, token, pool_row, real):
     dst = gl.multiple_of(dst, 16)
     copy = gl.convert_layout(real, line)[:, None]
     w = gl.arange(0, width, layout=gl.SliceLayout(0, layout))[None, :]
+    ahead = gl.load(src[:, None] + w, mask=copy, other=0)
     for start in range(0, words, width):
-        data = gl.load(src[:, None] + (start + w), mask=copy, other=0)
+        data = ahead
+        # the last step loads its own columns again
+        ahead = gl.load(src[:, None] + (gl.minimum(start + width, words - width) + w), mask=copy, other=0)
         gl.store(dst[:, None] + (start + w), data, mask=copy)
 
 
@@ -248,17 +250,22 @@ def pull_rebased(ctx, source, token, pool_row, real):
     dst = gl.multiple_of(dst, 16)[:, None]
     g = gl.arange(0, width, layout=gl.SliceLayout(0, tile))[None, :]
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    STEPS: gl.constexpr = groups // width
     top = gl.zeros((N, ), gl.int32, line)
-    for start in range(0, groups, width):
-        code = gl.load(codes[:, None] + (start + g), mask=copy, other=0).to(gl.int32)
+    for i in gl.static_range(STEPS):
+        code = gl.load(codes[:, None] + (i * width + g), mask=copy, other=0).to(gl.int32)
         top = gl.maximum(top, gl.max(code, 1))
     changed = gl.zeros((N, ), gl.int32, line)
-    for start in range(0, groups, width):
-        code = gl.load(codes[:, None] + (start + g), mask=copy, other=0).to(gl.int32)
+    ahead = gl.load(src[:, :, None] + (g * 32)[:, :, None] + column, mask=copy[:, :, None], other=0.0)
+    for i in gl.static_range(STEPS):
+        value = ahead
+        code = gl.load(codes[:, None] + (i * width + g), mask=copy, other=0).to(gl.int32)
+        offset = ((i * width + g) * 32)[:, :, None] + column
+        if i + 1 < STEPS:
+            ahead = gl.load(src[:, :, None] + offset + width * 32, mask=copy[:, :, None], other=0.0)
         shift = gl.maximum(code - top[:, None] + 127, 0)
         factor = (shift << 23).to(gl.float32, bitcast=True)[:, :, None]
-        offset = ((start + g) * 32)[:, :, None] + column
-        value = gl.load(src[:, :, None] + offset, mask=copy[:, :, None], other=0.0).to(gl.float32) * factor
+        value = value.to(gl.float32) * factor
         rounded = value.to(gl.float8e4nv)
         gl.store(dst[:, :, None] + offset, rounded, mask=copy[:, :, None])
         changed += gl.sum(gl.sum((rounded.to(gl.float32) != value).to(gl.int32), 2), 1)
@@ -273,12 +280,13 @@ def pull_rebased(ctx, source, token, pool_row, real):
 def dispatch_role(ctx):
     """Four warps: clear, route, publish, pull."""
     spec: gl.constexpr = ctx.spec
+    scope: gl.constexpr = spec.scope
     begin = now(ctx)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     clear_other_set(ctx, layout)
     route(ctx, layout)
     control = ctx.region(spec.offset.control, gl.int32)
-    if arrive_last(control + CONTROL_COUNTED, gl.num_programs(0) - 1):
+    if arrive_last(control + CONTROL_COUNTED, gl.num_programs(0) - 1, scope):
         publish_counts(ctx, layout)
     routed = now(ctx)
     record(ctx, COMMUNICATE, 0, ROUTE, 0, 0, begin, begin, routed)

@@ -7,8 +7,10 @@ All recipes walk K upwards and promote at the same places in every tile family: 
 
 from megamoe.kernel.activation import power_of_two_scale, swiglu
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from megamoe.kernel.schedule import DONE, LINEAR1, take_task
-from megamoe.kernel.sync import arrive_last, signal_peers, signal_tile
+from megamoe.kernel.context import TASK_SLOTS
+from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
+from megamoe.kernel.signal import origin_of
+from megamoe.kernel.sync import every_thread, fence_async_proxy
 from megamoe.kernel.trace import now, record
 
 ROWS = gl.constexpr(64)  # weight rows of one math partition
@@ -71,26 +73,30 @@ def k_loop_bf16(spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.const
 
 
 @gluon.jit
-def k_loop_fp8(spec: gl.constexpr, rings, step, w_scale, w_stride: gl.constexpr, x_scale, x_stride: gl.constexpr, K: gl.constexpr,
-               GROUP: gl.constexpr, W_SCALED: gl.constexpr, X_SCALED: gl.constexpr, PART: gl.constexpr,
-               layout: gl.constexpr):  # fmt: skip
+def k_loop_fp8(spec: gl.constexpr, rings, step, w_scale, w_stride: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+               W_SCALED: gl.constexpr, X_SCALED: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """Promoted to fp32 every GROUP of K, where the scales of the group are applied if it has any.
 
-    `w_scale` points to [K / 128, rows], `x_scale` to [K / GROUP, tokens]; the strides are those of a group.
+    `w_scale` points to [K / 128, rows] with `w_stride` between groups; scales of x come with the stage.
     """
     BLOCK_M: gl.constexpr = spec.block_m
+    steps: gl.constexpr = K // spec.block_k
     acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
-    for k in range(K // spec.block_k):
+    if W_SCALED:
+        next_scale = gl.load(w_scale)
+    for k in range(steps):
+        if W_SCALED:
+            scale_w = next_scale[:, None]
+            # one step ahead, so that the load does not stall the next one
+            next_scale = gl.load(w_scale + gl.minimum(k + 1, steps - 1) * w_stride)
         stage = take_stage(rings, step, spec.stages)
         w = rings.w.index(stage).slice(PART * ROWS, ROWS, 0)
         x = rings.x.index(stage).permute((1, 0))
-        if W_SCALED:
-            scale_w = gl.load(w_scale + k * w_stride)[:, None]
         for g in gl.static_range(spec.block_k // GROUP):
             part = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
             part = warpgroup_mma(w.slice(g * GROUP, GROUP, 1), x.slice(g * GROUP, GROUP, 0), part, is_async=True)
             if X_SCALED:
-                scale = gl.load(x_scale + (k * (spec.block_k // GROUP) + g) * x_stride, cache_modifier=".cg")[None, :]
+                scale = rings.x_scale.index(stage).slice(g, 1, 0).load(layout)
             part = warpgroup_mma_wait(0, deps=[part])
             if g == spec.block_k // GROUP - 1:
                 mbarrier.arrive(rings.empty.index(stage), count=1)
@@ -116,8 +122,8 @@ def mma_slice(w, x, low_offsets, high_offsets, part, J: gl.constexpr, operand: g
 
 
 @gluon.jit
-def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, x_scale, x_stride: gl.constexpr, K: gl.constexpr,
-                 GROUP: gl.constexpr, X_SCALED: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+                 X_SCALED: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """As :func:`k_loop_fp8`, the weights expanded from 4-bit codes in registers.
 
     `offset` points to two words a row and 256 of K: byte j belongs to k = 64 j .. + 31 and 64 j + 32 .. + 63.
@@ -141,9 +147,9 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
             part = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
             for s in gl.static_range(slices):
                 part = mma_slice(w, x, low_offsets, high_offsets, part, g * slices + s, operand)
-            if X_SCALED:
-                scale = gl.load(x_scale + (k * (spec.block_k // GROUP) + g) * x_stride, cache_modifier=".cg")[None, :]
             part = warpgroup_mma_wait(0, deps=[part])
+            if X_SCALED:
+                scale = rings.x_scale.index(stage).slice(g, 1, 0).load(layout)
             if g == spec.block_k // GROUP - 1:
                 mbarrier.arrive(rings.empty.index(stage), count=1)
             if X_SCALED:
@@ -151,6 +157,7 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
             else:
                 acc += part
             if BLOCK_M >= 64:
+                # else the assembler starts the next group early and spills: two parts do not fit in registers
                 cta_barrier()
         low_offsets = next_low
         high_offsets = next_high
@@ -159,60 +166,52 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
 
 
 @gluon.jit
-def linear1(ctx, rings, step, block, tile, expert, PART: gl.constexpr, layout: gl.constexpr):
+def linear1(ctx, rings, step, block, tile, expert, valid, PART: gl.constexpr, layout: gl.constexpr):
     """The L1 accumulator of one partition, all scales applied: fp32 [ROWS, block_m]."""
     spec: gl.constexpr = ctx.spec
+    K: gl.constexpr = spec.padded_hidden
     n_rows: gl.constexpr = 2 * spec.padded_intermediate
     row0 = tile * spec.block_n + PART * ROWS
-    slot = (block % spec.ring_blocks) * spec.block_m
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    tokens = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))
-    x_scale = ctx.region(spec.offset.pool_x_scale, gl.float32) + slot + tokens
     if spec.recipe == "bf16":
-        acc, step = k_loop_bf16(spec, rings, step, spec.padded_hidden, PART, layout)
+        acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
-        w_scale = ctx.w1_scale + expert * (spec.padded_hidden // 128 * n_rows) + rows
-        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, x_scale, spec.ring_rows, spec.padded_hidden,
-                               K_GROUP, True, True, PART, layout)  # fmt: skip
+        w_scale = ctx.w1_scale + expert * (K // 128 * n_rows) + rows
+        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, K, K_GROUP, True, True, PART, layout)
     else:
         if spec.recipe == "fp8":
-            acc, step = k_loop_fp8(spec, rings, step, ctx.w1_scale, 0, x_scale, 0, spec.padded_hidden,
-                                   K_GROUP, False, False, PART, layout)  # fmt: skip
+            acc, step = k_loop_fp8(spec, rings, step, ctx.w1_scale, 0, K, K_GROUP, False, False, PART, layout)
         else:
-            operand: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
-            offset = ctx.w1_offset + expert * (spec.padded_hidden // 128 * n_rows) + row0 + gl.arange(0, ROWS, layout=operand)
-            acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, x_scale, 0, spec.padded_hidden,
-                                     K_GROUP, False, PART, layout)  # fmt: skip
-        w_scale = gl.load(ctx.w1_scale + expert * n_rows + rows)
-        acc = acc * w_scale[:, None] * gl.load(x_scale, cache_modifier=".cg")[None, :]
+            operand_rows: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
+            offset = ctx.w1_offset + expert * (K // 128 * n_rows) + row0 + gl.arange(0, ROWS, layout=operand_rows)
+            acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, K, K_GROUP, False, PART, layout)
+        tokens = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))
+        pool_scale = ctx.region(spec.offset.pool_x_scale, gl.float32) + (block % spec.ring_blocks) * spec.block_m
+        x_scale = gl.load(pool_scale + tokens, mask=tokens < valid, other=0.0, cache_modifier=".cg")
+        acc = acc * gl.load(ctx.w1_scale + expert * n_rows + rows)[:, None] * x_scale[None, :]
     return acc, step
 
 
 @gluon.jit
-def linear2(ctx, rings, step, block, tile, expert, PART: gl.constexpr, layout: gl.constexpr):
+def linear2(ctx, rings, step, tile, expert, PART: gl.constexpr, layout: gl.constexpr):
     """The L2 accumulator of one partition, all scales applied: fp32 [ROWS, block_m]."""
     spec: gl.constexpr = ctx.spec
+    K: gl.constexpr = spec.padded_intermediate
     n_rows: gl.constexpr = spec.padded_hidden
     row0 = tile * spec.block_n + PART * ROWS
-    slot = (block % spec.ring_blocks) * spec.block_m
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    tokens = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))
-    h_scale = ctx.region(spec.offset.pool_h_scale, gl.float32) + slot + tokens
     if spec.recipe == "bf16":
-        acc, step = k_loop_bf16(spec, rings, step, spec.padded_intermediate, PART, layout)
+        acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
-        w_scale = ctx.w2_scale + expert * (spec.padded_intermediate // 128 * n_rows) + rows
-        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, h_scale, spec.ring_rows, spec.padded_intermediate,
-                               H_GROUP, True, True, PART, layout)  # fmt: skip
+        w_scale = ctx.w2_scale + expert * (K // 128 * n_rows) + rows
+        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, K, H_GROUP, True, True, PART, layout)
     else:
         if spec.recipe == "fp8":
-            acc, step = k_loop_fp8(spec, rings, step, ctx.w2_scale, 0, h_scale, spec.ring_rows,
-                                   spec.padded_intermediate, H_GROUP, False, True, PART, layout)  # fmt: skip
+            acc, step = k_loop_fp8(spec, rings, step, ctx.w2_scale, 0, K, H_GROUP, False, True, PART, layout)
         else:
-            operand: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
-            offset = ctx.w2_offset + expert * (spec.padded_intermediate // 128 * n_rows) + row0 + gl.arange(0, ROWS, layout=operand)
-            acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, h_scale, spec.ring_rows,
-                                     spec.padded_intermediate, H_GROUP, True, PART, layout)  # fmt: skip
+            operand_rows: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
+            offset = ctx.w2_offset + expert * (K // 128 * n_rows) + row0 + gl.arange(0, ROWS, layout=operand_rows)
+            acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, K, H_GROUP, True, PART, layout)
         acc = acc * gl.load(ctx.w2_scale + expert * n_rows + rows)[:, None]
     return acc, step
 
@@ -260,7 +259,8 @@ def activate(ctx, rings, acc, count, block, tile, valid, PART: gl.constexpr):
     token = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, vector))
     target = pool + (slot + token).to(gl.int64)[None, :] * spec.padded_intermediate + column[:, None]
     gl.store(target, stored, mask=(token < valid)[None, :])
-    signal_tile(ctx.block_counters(spec.offset.l1_done) + block)
+    # L2's loaders read this through TMA
+    fence_async_proxy(every_thread())
 
 
 @gluon.jit
@@ -286,21 +286,11 @@ def push(ctx, acc, block, tile, valid, PART: gl.constexpr):
     slot = (block % spec.ring_blocks) * spec.block_m
     origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + token, mask=real, other=0,
                      cache_modifier=".cg")  # fmt: skip
-    # after an abort an origin may be stale: whatever it holds, the write stays inside a buffer
-    source = (origin >> 32).to(gl.int32)
-    entry = origin.to(gl.int32)
-    real = real & (source >= 0) & (source < spec.ranks) & (entry >= 0) & (entry < spec.capacity * spec.topk)
-    source = gl.where(real, source, 0)
-    entry = gl.where(real, entry, 0)
+    source, entry, real = origin_of(spec, origin, real)
     row = ctx.peer_region(source, spec.offset.partials, gl.bfloat16) + entry.to(gl.int64) * spec.padded_hidden
     row = gl.multiple_of(row, 16)
     column = tile * spec.block_n + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, vector))
     gl.store(row[None, :] + column[:, None], partial, mask=real[None, :])
-    last: gl.constexpr = spec.l2_tiles * spec.math_partitions - 1
-    if arrive_last(ctx.block_counters(spec.offset.l2_done) + block, last):
-        arrivals = ctx.peer_region(source, spec.offset.token_arrivals, gl.int32)
-        arrivals += ctx.counter_set * (spec.offset.token_set // 4) + entry // spec.topk
-        signal_peers(arrivals, real)
 
 
 @gluon.jit
@@ -318,7 +308,7 @@ def math_role(ctx, rings, PART: gl.constexpr):
     while kind != DONE:
         begin = now(ctx)
         if kind == LINEAR1:
-            acc, step = linear1(ctx, rings, step, block, tile, expert, PART, layout)
+            acc, step = linear1(ctx, rings, step, block, tile, expert, valid, PART, layout)
             middle = now(ctx)
             if spec.phases == "fused":
                 activate(ctx, rings, acc, l1_count, block, tile, valid, PART)
@@ -326,9 +316,12 @@ def math_role(ctx, rings, PART: gl.constexpr):
                 store_accumulator(ctx, acc, block, tile, valid, PART, layout)
             l1_count += 1
         else:
-            acc, step = linear2(ctx, rings, step, block, tile, expert, PART, layout)
+            acc, step = linear2(ctx, rings, step, tile, expert, PART, layout)
             middle = now(ctx)
             push(ctx, acc, block, tile, valid, PART)
+        cta_barrier()
+        mbarrier.arrive(rings.tile_done.index(i % TASK_SLOTS), count=1)
         record(ctx, PART, i, kind, block, tile, begin, middle, now(ctx))
+        release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)

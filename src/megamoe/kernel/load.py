@@ -4,24 +4,48 @@ They walk the same tasks and the same stages; a stage is full when the bytes of 
 """
 
 from megamoe.kernel.compat import gl, gluon, mbarrier, tma_load
-from megamoe.kernel.schedule import DONE, LINEAR1, take_task
+from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
 from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, fence_async_proxy, wait_gpu
 from megamoe.kernel.trace import LOAD_TOKENS, LOAD_WEIGHTS, now, record
 
 
 @gluon.jit
-def load_stage(desc, row, column, ring, rings, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
+def free_stage(rings, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """Wait until a stage has been read, and announce the bytes that come."""
     stage = step % STAGES
     mbarrier.wait(rings.empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(rings.full.index(stage), BYTES)
-    tma_load(desc, [row, column], rings.full.index(stage), ring.index(stage))
+    return stage
+
+
+@gluon.jit
+def load_weight_tile(desc, row, rings, step, STEPS: gl.constexpr, spec: gl.constexpr):
+    columns: gl.constexpr = desc.block_shape[1]
+    for k in range(STEPS):
+        stage = free_stage(rings, step, spec.stage_bytes_w, spec.stages)
+        tma_load(desc, [row, k * columns], rings.full.index(stage), rings.w.index(stage))
+        step += 1
+    return step
+
+
+@gluon.jit
+def load_token_tile(desc, scales, row, rings, step, STEPS: gl.constexpr, SCALE_ROWS: gl.constexpr, spec: gl.constexpr):
+    """Rows of the pool, and with each stage the scales of its K groups if they are applied in the K loop."""
+    scale_bytes: gl.constexpr = SCALE_ROWS * spec.block_m * 4
+    for k in range(STEPS):
+        stage = free_stage(rings, step, spec.stage_bytes_x + scale_bytes, spec.stages)
+        full = rings.full.index(stage)
+        tma_load(desc, [row, k * spec.block_k], full, rings.x.index(stage))
+        if SCALE_ROWS > 0:
+            tma_load(scales, [k * SCALE_ROWS, row], full, rings.x_scale.index(stage).slice(0, SCALE_ROWS, 0))
+        step += 1
+    return step
 
 
 @gluon.jit
 def load_weights_role(ctx, rings):
     """One warp.  Weights depend on nobody: it runs ahead as far as the ring allows."""
     spec: gl.constexpr = ctx.spec
-    columns: gl.constexpr = ctx.w1.block_shape[1]
     step = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
@@ -29,15 +53,12 @@ def load_weights_role(ctx, rings):
         begin = now(ctx)
         if kind == LINEAR1:
             row = expert * (2 * spec.padded_intermediate) + tile * spec.block_n
-            for k in range(spec.padded_hidden // spec.block_k):
-                load_stage(ctx.w1, row, k * columns, rings.w, rings, step, spec.stage_bytes_w, spec.stages)
-                step += 1
+            step = load_weight_tile(ctx.w1, row, rings, step, spec.padded_hidden // spec.block_k, spec)
         else:
             row = expert * spec.padded_hidden + tile * spec.block_n
-            for k in range(spec.padded_intermediate // spec.block_k):
-                load_stage(ctx.w2, row, k * columns, rings.w, rings, step, spec.stage_bytes_w, spec.stages)
-                step += 1
+            step = load_weight_tile(ctx.w2, row, rings, step, spec.padded_intermediate // spec.block_k, spec)
         record(ctx, LOAD_WEIGHTS, i, kind, block, tile, begin, begin, now(ctx))
+        release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)
 
@@ -48,7 +69,6 @@ def load_tokens_role(ctx, rings):
     spec: gl.constexpr = ctx.spec
     arrived = ctx.block_counters(spec.offset.arrived)
     l1_done = ctx.block_counters(spec.offset.l1_done)
-    l1_signals: gl.constexpr = spec.l1_tiles * spec.math_partitions
     step = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
@@ -59,17 +79,16 @@ def load_tokens_role(ctx, rings):
             seen = wait_gpu(arrived + block, spec.block_m, ctx.status(), PHASE_ROWS, block, spec.timeout_ns)
             fence_async_proxy(seen)
             ready = now(ctx)
-            for k in range(spec.padded_hidden // spec.block_k):
-                load_stage(ctx.pool_x, row, k * spec.block_k, rings.x, rings, step, spec.stage_bytes_x, spec.stages)
-                step += 1
+            step = load_token_tile(ctx.pool_x, ctx.pool_x_scale, row, rings, step, spec.padded_hidden // spec.block_k,
+                                   spec.l1_scale_rows, spec)  # fmt: skip
         else:
             if spec.phases == "fused":
-                seen = wait_gpu(l1_done + block, l1_signals, ctx.status(), PHASE_L1, block, spec.timeout_ns)
+                seen = wait_gpu(l1_done + block, spec.l1_tiles, ctx.status(), PHASE_L1, block, spec.timeout_ns)
                 fence_async_proxy(seen)
             ready = now(ctx)
-            for k in range(spec.padded_intermediate // spec.block_k):
-                load_stage(ctx.pool_h, row, k * spec.block_k, rings.x, rings, step, spec.stage_bytes_x, spec.stages)
-                step += 1
+            step = load_token_tile(ctx.pool_h, ctx.pool_h_scale, row, rings, step,
+                                   spec.padded_intermediate // spec.block_k, spec.l2_scale_rows, spec)  # fmt: skip
         record(ctx, LOAD_TOKENS, i, kind, block, tile, begin, ready, now(ctx))
+        release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)

@@ -1,7 +1,7 @@
 """The mega-kernel: one launch a forward.
 
     default partition      math 0
-    workers                math 1 .. n-1 | dispatch, then combine | load weights | load tokens | schedule
+    workers                math 1 .. n-1 | dispatch, then combine | load weights | load tokens | schedule | signal
 
 `spec.phases` cuts the same roles into the launches of the unfused chain; "fused" runs them all.
 """
@@ -14,6 +14,7 @@ from megamoe.kernel.dispatch import CONTROL_EPOCH, dispatch_role
 from megamoe.kernel.linear import H_GROUP, math_role
 from megamoe.kernel.load import load_tokens_role, load_weights_role
 from megamoe.kernel.schedule import block_owner, first_blocks, rows_of_experts, schedule_role
+from megamoe.kernel.signal import signal_role
 
 
 @gluon.jit
@@ -27,24 +28,24 @@ def communicate_role(ctx):
 
 
 @gluon.jit
-def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale,
-                 w1_offset, w2_offset):  # fmt: skip
+def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale,
+                 pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
     """The call's number comes from the buffer, so that a captured launch can be replayed."""
     control = (buffer + spec.offset.control).to(gl.pointer_type(gl.int32), bitcast=True)
     epoch = gl.load(control + CONTROL_EPOCH)
     if (spec.phases == "fused") | (spec.phases == "dispatch"):
         # the launches of the chain after dispatch belong to the call that dispatch has begun
         epoch += 1
-    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1, w2, pool_x, pool_h,
-                   w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
+    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1, w2, pool_x, pool_h, pool_x_scale,
+                   pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset, w2_offset,
-               spec: gl.constexpr):  # fmt: skip
+def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+               w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Arguments as in :class:`~megamoe.kernel.context.Context`."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
-                       w2_offset)  # fmt: skip
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+                       w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     rings = allocate_rings(ctx)
     fence_async_shared()
     cta_barrier()
@@ -60,7 +61,8 @@ def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale,
             (load_weights_role, (ctx, rings)),
             (load_tokens_role, (ctx, rings)),
             (schedule_role, (ctx, rings)),
-        ], [4, 4, 4, 4, 1, 1, 1], [math, math, math, spec.dispatch_registers, load, load, load])
+            (signal_role, (ctx, rings)),
+        ], [4, 4, 4, 4, 1, 1, 1, 1], [math, math, math, spec.dispatch_registers, load, load, load, load])
     else:
         gl.warp_specialize([
             (math_role, (ctx, rings, 0)),
@@ -69,24 +71,25 @@ def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale,
             (load_weights_role, (ctx, rings)),
             (load_tokens_role, (ctx, rings)),
             (schedule_role, (ctx, rings)),
-        ], [4, 4, 1, 1, 1], [math, spec.dispatch_registers, load, load, load])
+            (signal_role, (ctx, rings)),
+        ], [4, 4, 1, 1, 1, 1], [math, spec.dispatch_registers, load, load, load, load])
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def communicate_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
-                       w2_offset, spec: gl.constexpr):  # fmt: skip
+def communicate_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+               w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Chain only: dispatch, or combine, alone in a launch."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
-                       w2_offset)  # fmt: skip
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+                       w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     communicate_role(ctx)
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
-                      w2_offset, spec: gl.constexpr):  # fmt: skip
+def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+               w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Chain only: SwiGLU and quantisation of the stored L1 accumulators, 16 pool rows by one scale group at a time."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, w1_scale, w2_scale, w1_offset,
-                       w2_offset)  # fmt: skip
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+                       w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     experts: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])

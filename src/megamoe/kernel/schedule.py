@@ -149,5 +149,10 @@ def take_task(rings, i):
     tile = gl.sum(gl.where(word == 2, record, 0), 0)
     expert = gl.sum(gl.where(word == 3, record, 0), 0)
     valid = gl.sum(gl.where(word == 4, record, 0), 0)
-    mbarrier.arrive(rings.task_empty.index(slot), count=1)
     return kind, block, tile, expert, valid
+
+
+@gluon.jit
+def release_task(rings, i):
+    """This role is through with task i: its slot may be written again."""
+    mbarrier.arrive(rings.task_empty.index(i % TASK_SLOTS), count=1)

@@ -9,9 +9,9 @@ The protocol.  `set` is the counter set of this call (epoch & 1); each launch cl
 | recv_counts[set][src] | last program of rank src | schedule and dispatch here | by counts_ready | overwritten two calls later | src can start that call only after every rank finished the one before it |
 | routes[src] | dispatch of rank src | dispatch here | by counts_ready | overwritten one call later | src ends a call only when all its rows were pulled and came back |
 | arrived[set][block] | dispatch here, a row at a time; an expert's last row adds its padding | load tokens | release / acquire, gpu, proxy fence on both sides | by the next launch, before it publishes counts | the launch that used it has ended |
-| l1_done[set][block] | each math partition after its L1 tile | load tokens | release / acquire, gpu, proxy fence on both sides | as arrived | as arrived |
-| l2_done[set][block] | each math partition after its L2 tile | the one that arrives last; dispatch before it reuses the ring slot | acq_rel, sys | as arrived | as arrived |
-| token_arrivals[set][token] | at the token's owner, by the last L2 partition of each of its rows | combine | release / acquire, sys | as arrived | a launch ends only when all its tokens have arrived, and a peer writes the other set only after this rank published counts, which follows the clearing |
+| l1_done[set][block] | signal, after all math partitions have stored an L1 tile | load tokens | release / acquire, gpu, proxy fence on both sides | as arrived | as arrived |
+| l2_done[set][block] | signal, after all math partitions have stored an L2 tile | the one that arrives last; dispatch before it reuses the ring slot | acq_rel, sys | as arrived | as arrived |
+| token_arrivals[set][token] | signal, at the token's owner, for each of its rows whose L2 tiles are all stored | combine | release / acquire, sys | as arrived | a launch ends only when all its tokens have arrived, and a peer writes the other set only after this rank published counts, which follows the clearing |
 | status[1] (abort) | a wait that expired | every wait that spins | release / relaxed, gpu | by setting the buffer up again | the buffer is poisoned until then |
 
 A wait spins inside one block of PTX.  When its deadline passes it writes what it waited for to `status`, raises abort
@@ -139,7 +139,7 @@ def every_thread():
 
 @gluon.jit
 def signal_tile(flag):
-    """Publish ordinary stores of the whole partition to TMA readers on this GPU: one more tile is done."""
+    """Publish ordinary stores that this partition has seen or made to TMA readers on this GPU: one more tile is done."""
     fence_async_proxy(every_thread())
     cta_barrier()
     gl.atomic_add(flag, 1, sem="release", scope="gpu")
@@ -154,10 +154,10 @@ def signal_rows(flags, amounts, mask):
 
 
 @gluon.jit
-def arrive_last(flag, last):
-    """Arrive once for the partition, after stores to any GPU; true for the partition that completes the count."""
+def arrive_last(flag, last, SCOPE: gl.constexpr):
+    """Arrive once for the partition, after stores to GPUs in SCOPE; true for the partition that completes the count."""
     cta_barrier()
-    return gl.atomic_add(flag, 1, sem="acq_rel", scope="sys") == last
+    return gl.atomic_add(flag, 1, sem="acq_rel", scope=SCOPE) == last
 
 
 @gluon.jit

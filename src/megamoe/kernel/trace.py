@@ -6,7 +6,7 @@ from megamoe.kernel.compat import gl, gluon
 COMMUNICATE = gl.constexpr(4)
 LOAD_WEIGHTS = gl.constexpr(5)
 LOAD_TOKENS = gl.constexpr(6)
-SCHEDULE = gl.constexpr(7)
+SIGNAL = gl.constexpr(7)
 ROLE_COUNT = gl.constexpr(8)
 TRACE_WORDS = gl.constexpr(4)
 

@@ -1,0 +1,405 @@
+"""Compiling the kernels for sm_90a where there is no GPU, and reading what came out.
+
+    python -m megamoe.offline      all that the tile policy can pick, into docs/compiled.md
+
+Triton brings its assembler along, so all that a launch would compile can be compiled on any Linux
+machine, with the same arguments and options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from megamoe import sass
+from megamoe.config import RECIPES, X_SCALES, MoEConfig
+from megamoe.kernel import compat, mega
+from megamoe.launch import CHAIN, FUSED, OPTIONS, Launch, Tile, shared_layout, tiles
+from megamoe.plan import BLOCK_MS, SHARED_BYTES, KernelSpec, Plan, TilePolicy, tile_policy
+
+CAPABILITY = 90  # Triton compiles for sm_90a then
+WARP = 32
+# the shape of one layer; other shapes give the same loops with other trip counts
+SHAPE = {
+    "hidden": 4096,
+    "intermediate": 2048,
+    "experts": 256,
+    "topk": 6,
+    "ranks": 8,
+    "capacity": 8192,
+}
+CLAMP = 10.0
+# kernel arguments that are neither descriptors nor constants, by Triton's names of types
+SCALARS = {
+    "buffer": "*i8",
+    "peers": "*i64",
+    "rank": "i32",
+    "tokens": "i32",
+    "y": "*bf16",
+    "w1_scale": "*fp32",
+    "w2_scale": "*fp32",
+    "w1_offset": "*i32",
+    "w2_offset": "*i32",
+}
+TYPE_NAMES = {"bfloat16": "bf16", "float8e4nv": "fp8e4nv", "int8": "i8", "float32": "fp32"}
+
+
+class OfflineError(RuntimeError):
+    """A kernel that cannot be compiled here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile: a configuration that fixes block_m, and which launch of a forward."""
+
+    config: MoEConfig
+    launch: Launch = FUSED[0]
+
+    @property
+    def policy(self) -> TilePolicy:
+        return tile_policy(self.config, self.config.block_m)
+
+    @property
+    def spec(self) -> KernelSpec:
+        chain = self.launch not in FUSED
+        return Plan(self.config, chain=chain).spec(self.policy, self.launch.phases)
+
+    @property
+    def name(self) -> str:
+        """Short and unique among :func:`all_cases`."""
+        c = self.config
+        parts = [c.recipe, str(c.block_m)]
+        if self.launch not in FUSED:
+            parts.append(self.launch.phases)
+        if c.x_scales != X_SCALES[c.recipe][0]:
+            parts.append(c.x_scales)
+        if c.clamp is not None:
+            parts.append("clamp")
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler made of one kernel.
+
+    registers: of a thread at launch, before the roles trade them. stack: bytes of local memory a
+    thread has. shared: bytes a CTA needs. warps: of a CTA. seconds: to compile, near 0 from a
+    cache. sass: the text of `cuobjdump --dump-sass`.
+    """
+
+    case: Case
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+    seconds: float
+    sass: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The counts of one compiled kernel; see :class:`Compiled` for the first ones.
+
+    loops: its K loops, in each math partition one of L1 and one of L2. stl, ldl: spill stores and
+    loads anywhere; loop_stl, loop_ldl: those inside K loops, per turn, over all of them.
+    """
+
+    case: Case
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+    seconds: float
+    instructions: int
+    qgmma: int
+    hgmma: int
+    utmaldg: int
+    usetmaxreg: int
+    stl: int
+    ldl: int
+    loops: tuple[sass.KLoop, ...]
+
+    @property
+    def loop_stl(self) -> int:
+        return sum(loop.count("STL") for loop in self.loops)
+
+    @property
+    def loop_ldl(self) -> int:
+        return sum(loop.count("LDL") for loop in self.loops)
+
+    @property
+    def serialised(self) -> int:
+        return sum(loop.serialised for loop in self.loops)
+
+
+# --- what to compile ---------------------------------------------------------------------------
+
+
+def policy_cases() -> list[Case]:
+    """The fused kernel of every recipe in every tile the policy can pick."""
+    return [_case(recipe, block_m) for recipe in RECIPES for block_m in BLOCK_MS]
+
+
+def variant_cases() -> list[Case]:
+    """The fused kernel with x scales other than the default, with a clamp: once a tile family."""
+    blocks = (min(BLOCK_MS), max(BLOCK_MS))
+    scales = [
+        _case(recipe, block_m, x_scales=name)
+        for recipe in RECIPES
+        for name in X_SCALES[recipe][1:]
+        for block_m in blocks
+    ]
+    return scales + [_case(recipe, b, clamp=CLAMP) for recipe in RECIPES for b in blocks]
+
+
+def chain_cases() -> list[Case]:
+    """The launches of the unfused chain, once a recipe."""
+    return [replace(_case(recipe, 64), launch=launch) for recipe in RECIPES for launch in CHAIN]
+
+
+def all_cases() -> list[Case]:
+    return policy_cases() + variant_cases() + chain_cases()
+
+
+def _case(recipe: str, block_m: int, **options: object) -> Case:
+    return Case(MoEConfig(recipe=recipe, block_m=block_m, **SHAPE, **options))
+
+
+# --- compiling ---------------------------------------------------------------------------------
+
+
+def compile_kernel(case: Case) -> Compiled:
+    """Compile one kernel as a launch on an H200 would, without a GPU.
+
+    Raises ValueError: the configuration leaves block_m open. OfflineError: there is no Triton, or
+    one without its disassembler.
+    """
+    if case.config.block_m is None:
+        raise ValueError("block_m is None: name the tile to compile, one of " + _names(BLOCK_MS))
+    if compat.TRITON_VERSION is None:
+        raise OfflineError("Triton is missing or hidden: pip install 'megamoe[gpu]', on Linux")
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    started = time.perf_counter()
+    kernel = triton.compile(
+        _source(case),
+        target=GPUTarget("cuda", CAPABILITY, WARP),
+        options=dict(OPTIONS),
+    )
+    seconds = time.perf_counter() - started
+    usage, text = _disassemble(kernel.asm["cubin"])
+    found = re.search(r"\bREG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise OfflineError(f"cuobjdump does not say how many registers the kernel uses: {usage!r}")
+    return Compiled(
+        case=case,
+        registers=int(found[1]),
+        stack=int(found[2]),
+        shared=kernel.metadata.shared,
+        warps=kernel.metadata.num_warps,
+        seconds=seconds,
+        sass=text,
+    )
+
+
+def _source(case: Case) -> object:
+    spec = case.spec
+    types = SCALARS | {n: _descriptor_type(t) for n, t in tiles(case.config, spec).items()}
+    function = getattr(mega, case.launch.kernel)
+    missing = [n for n in function.arg_names if n not in types and n != "spec"]
+    if missing:
+        raise OfflineError(f"{case.launch.kernel} takes {_names(missing)}, unknown to SCALARS")
+    signature = {n: types.get(n, "constexpr") for n in function.arg_names}
+    # tensors are aligned to 16 bytes, as a launch would find out
+    aligned = {
+        (n,): [["tt.divisibility", 16]]
+        for n, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    return compat.ast_source(function, signature, {"spec": spec}, aligned)
+
+
+def _descriptor_type(tile: Tile) -> str:
+    rows, columns = tile.box
+    return f"tensordesc<{TYPE_NAMES[tile.dtype]}[{rows}, {columns}],{shared_layout(tile)!r}>"
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """(resource usage, SASS) as cuobjdump, which every Triton wheel brings, prints them."""
+    from triton import knobs
+
+    tool = knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, text = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True)
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    return usage.stdout, text.stdout
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def report(compiled: Compiled) -> Report:
+    """Count what matters in the machine code."""
+    code = sass.parse(compiled.sass)
+    names = ("QGMMA", "HGMMA", "UTMALDG", "USETMAXREG", "STL", "LDL")
+    counts = {n.lower(): sum(i.name.startswith(n) for i in code) for n in names}
+    shared = ("case", "registers", "stack", "shared", "warps", "seconds")
+    return Report(
+        **{name: getattr(compiled, name) for name in shared},
+        **counts,
+        instructions=len(code),
+        loops=tuple(sass.k_loops(code)),
+    )
+
+
+def faults(found: Report, *, known_spills: tuple[int, int] = (0, 0)) -> list[str]:
+    """What is wrong with a kernel, in words; empty if nothing is.
+
+    known_spills: so many spill stores and loads are accepted inside K loops.
+    """
+    wrong = []
+    if found.shared > SHARED_BYTES:
+        wrong.append(f"{found.shared} bytes of shared memory, a CTA can have {SHARED_BYTES}")
+    if found.case.launch.kernel != "moe_kernel":
+        return wrong
+    wgmma, other = ("hgmma", "qgmma") if found.case.config.recipe == "bf16" else ("qgmma", "hgmma")
+    for name in (wgmma, "utmaldg", "usetmaxreg"):
+        if not getattr(found, name):
+            wrong.append(f"no {name.upper()}")
+    if getattr(found, other):
+        wrong.append(f"{getattr(found, other)} {other.upper()}, the recipe has none")
+    loops = 2 * found.case.policy.math_partitions
+    if len(found.loops) != loops:
+        wrong.append(f"{len(found.loops)} K loops, expected {loops}: L1 and L2 of each partition")
+    stl, ldl = known_spills
+    if found.loop_stl > stl or found.loop_ldl > ldl:
+        wrong.append(f"K loops spill: STL {found.loop_stl}, LDL {found.loop_ldl}")
+    if found.serialised:
+        wrong.append(f"K loops wait between WGMMAs of one sum: {found.serialised}")
+    return wrong
+
+
+def compile_and_report(case: Case) -> Report:
+    return report(compile_kernel(case))
+
+
+# --- docs/compiled.md --------------------------------------------------------------------------
+
+INTRODUCTION = f"""# What the kernels compile to
+
+Written by `python -m megamoe.offline`, which compiles every kernel that the tile policy can pick
+for sm_90a, without a GPU, and reads the machine code. One table for each Triton version that it
+was run with.
+
+The layer: {", ".join(f"{name} {value}" for name, value in SHAPE.items())}.
+Clamp, where there is one: {CLAMP:g}.
+
+- **registers**: of a thread at launch, then what the roles trade them for: math / dispatch / the
+  single warps.
+- **stack**: bytes of local memory a thread has; what is spilled there outside the K loops costs a
+  few cycles a tile.
+- **K loops**: spill stores / spill loads per turn, over the K loops of all math partitions.
+- **WGMMA**: tensor core instructions of the whole kernel, QGMMA for FP8 and HGMMA for bf16.
+- **s**: seconds to compile, on a machine that was doing other things too.
+"""
+HEADER = (
+    "| kernel | recipe | x scales | clamp | block_m | family | registers | stack | K loops | WGMMA "
+    "| UTMALDG | USETMAXREG | shared | warps | s |"
+)
+
+
+def table(reports: Sequence[Report]) -> str:
+    """The Markdown table of one Triton version, with a list of what is wrong under it."""
+    lines = [HEADER, "|---" * HEADER.count(" | ") + "|---|"]
+    lines += [_row(r) for r in reports]
+    wrong = [f"- {r.case.name}: {fault}" for r in reports for fault in faults(r)]
+    return "\n".join([*lines, "", *(["Faults:", "", *wrong] if wrong else ["No faults."])])
+
+
+def _row(r: Report) -> str:
+    c, p = r.case.config, r.case.policy
+    kernel = r.case.launch.kernel
+    if r.case.launch not in FUSED:
+        kernel += f" ({r.case.launch.phases})"
+    roles = kind = loops = ""
+    if r.usetmaxreg:
+        roles = f" ({p.math_registers} / {p.dispatch_registers} / {p.load_registers})"
+    if r.loops:
+        kind = f" {'QGMMA' if r.qgmma else 'HGMMA'}"
+        loops = f"{r.loop_stl} / {r.loop_ldl}"
+    cells = (
+        kernel, c.recipe, c.x_scales, "" if c.clamp is None else "yes", c.block_m, p.family,
+        f"{r.registers}{roles}", r.stack, loops, f"{r.qgmma + r.hgmma}{kind}", r.utmaldg,
+        r.usetmaxreg, r.shared, r.warps, f"{r.seconds:.1f}",
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def update_page(page: str, version: str, body: str) -> str:
+    """The page with the section of one Triton version put in or replaced, the sections in order."""
+    parts = re.split(r"(?m)^## Triton (\S+)\n", page)
+    sections = {name: text.strip() for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+    sections[version] = body.strip()
+    ordered = sorted(sections, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+    return INTRODUCTION + "".join(f"\n## Triton {v}\n\n{sections[v]}\n" for v in ordered)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m megamoe.offline`; returns 0, or 1 if nothing could be compiled or written."""
+    parser = argparse.ArgumentParser(prog="python -m megamoe.offline", description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("docs/compiled.md"), metavar="FILE")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
+    options = parser.parse_args(arguments)
+    if compat.TRITON_VERSION is None:
+        print("Triton is missing or hidden: pip install 'megamoe[gpu]', on Linux", file=sys.stderr)
+        return 1
+    if not options.output.parent.is_dir():
+        print(f"no folder {options.output.parent}: name one with --output", file=sys.stderr)
+        return 1
+    reports = _compile_all(all_cases(), options.jobs)
+    page = options.output.read_text() if options.output.exists() else ""
+    options.output.write_text(update_page(page, compat.TRITON_VERSION, table(reports)))
+    print(f"wrote {options.output}")
+    return 0
+
+
+def _compile_all(cases: Sequence[Case], jobs: int) -> list[Report]:
+    reports = []
+    with tempfile.TemporaryDirectory() as cache:
+        # an empty cache, so that the seconds are those of compiling
+        previous = os.environ.get("TRITON_CACHE_DIR")
+        os.environ["TRITON_CACHE_DIR"] = cache
+        try:
+            with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+                for r in pool.map(compile_and_report, cases):
+                    wrong = faults(r)
+                    print(f"{r.case.name}: {r.seconds:.1f} s, {'; '.join(wrong) or 'no faults'}")
+                    reports.append(r)
+        finally:
+            os.environ.pop("TRITON_CACHE_DIR")
+            if previous is not None:
+                os.environ["TRITON_CACHE_DIR"] = previous
+    return reports
+
+
+def _names(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""Every kernel that the tile policy can pick, compiled for sm_90a without a GPU.
+
+Why the grid is enough: the cases are those of the policy itself, all recipes by all tiles, and a
+test says that the policy picks nothing else; scales of x and the clamp change code outside the K
+loops and come once a tile family; the launches of the chain once a recipe. The shape of the layer
+changes trip counts and addresses only. What reads the machine code is tested on made-up code with
+each fault that it has to find, and on the same code without it.
+"""
+
+import os
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from megamoe import offline, sass
+from megamoe.config import RECIPES
+from megamoe.kernel import compat
+from megamoe.plan import BLOCK_MS, tile_policy
+
+needs_triton = pytest.mark.skipif(
+    compat.TRITON_VERSION is None,
+    reason=(
+        "Triton is hidden by MEGAMOE_HIDE_TRITON"
+        if os.environ.get("MEGAMOE_HIDE_TRITON", "0") not in ("", "0")
+        else "Triton is not installed"
+    ),
+)
+
+
+class KnownSpill(NamedTuple):
+    """Spill stores and loads inside the K loops of one case that are accepted, per turn of all."""
+
+    triton: str  # the beginning of its version
+    case: str
+    stl: int
+    ldl: int
+    reason: str
+
+
+KNOWN_SPILLS: list[KnownSpill] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """An empty compiler cache: what is tested was compiled by this version from this source."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+# --- the kernels -------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("case", offline.all_cases(), ids=lambda case: case.name)
+def test_kernel_compiles_without_faults(case):
+    found = offline.compile_and_report(case)
+    version = compat.TRITON_VERSION
+    known = [k for k in KNOWN_SPILLS if k.case == case.name and version.startswith(k.triton)]
+    spills = (sum(k.stl for k in known), sum(k.ldl for k in known))
+    assert offline.faults(found, known_spills=spills) == []
+    # the registers that the roles trade add up to those of the launch, in whole warpgroups
+    if found.usetmaxreg:
+        p = case.policy
+        traded = p.math_partitions * p.math_registers + p.dispatch_registers + p.load_registers
+        assert 128 * traded <= 32 * found.warps * found.registers <= 65536
+    else:
+        assert 32 * found.warps * found.registers <= 65536
+
+
+def test_known_spills_name_cases():
+    names = {case.name for case in offline.all_cases()}
+    assert {k.case for k in KNOWN_SPILLS} <= names
+    assert all(k.reason and k.stl + k.ldl > 0 for k in KNOWN_SPILLS)
+
+
+def test_the_policy_picks_nothing_else():
+    compiled = {(case.config.recipe, case.policy) for case in offline.policy_cases()}
+    picked = set()
+    for case in offline.policy_cases():
+        free = replace(case.config, block_m=None)
+        picked |= {(free.recipe, tile_policy(free, rows / 4)) for rows in range(4 * 300)}
+    assert picked == compiled
+    assert len(compiled) == len(RECIPES) * len(BLOCK_MS)
+    names = [case.name for case in offline.all_cases()]
+    assert len(set(names)) == len(names)
+
+
+def test_refusals(monkeypatch):
+    case = offline.policy_cases()[0]
+    with pytest.raises(ValueError, match="block_m is None: .* one of 16, 32, 64, 128"):
+        offline.compile_kernel(replace(case, config=replace(case.config, block_m=None)))
+    monkeypatch.setattr(compat, "TRITON_VERSION", None)
+    with pytest.raises(offline.OfflineError, match="Triton is missing or hidden: pip install"):
+        offline.compile_kernel(case)
+
+
+@needs_triton
+def test_an_argument_without_a_type_is_named(monkeypatch):
+    monkeypatch.setattr(offline, "SCALARS", {k: v for k, v in offline.SCALARS.items() if k != "y"})
+    with pytest.raises(offline.OfflineError, match="moe_kernel takes y, unknown"):
+        offline.compile_kernel(offline.policy_cases()[0])
+
+
+# --- the reader of machine code ----------------------------------------------------------------
+
+
+def assemble(text: str) -> str:
+    """Made-up code as cuobjdump prints it; `name:` is a label and (name) its address."""
+    lines, labels = [], {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.endswith(":"):
+            labels[line[:-1]] = f"0x{16 * len(lines):x}"
+        else:
+            lines.append(line)
+    dump = ["\t\tFunction : made_up", '\t.headerflags\t@"EF_CUDA_SM90"']
+    for n, line in enumerate(lines):
+        code = re.sub(r"\((\w+)\)", lambda m: labels[m[1]], line)
+        dump.append(
+            f"        /*{16 * n:04x}*/                   {code} ;  /* 0x0000000000007918 */"
+        )
+        dump.append("                                                     /* 0x000fe20000000000 */")
+    return "\n".join(dump)
+
+
+FIRST = "QGMMA.64x32x32.F32.E4M3.E4M3 R24, gdesc[UR12], RZ, !UPT"
+NEXT = "QGMMA.64x32x32.F32.E4M3.E4M3 R24, gdesc[UR16], R24"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+# a tile loop around a K loop of two sums; the second wait for a stage is far away, as compilers do
+CLEAN = f"""
+    S2R R0, SR_TID.X
+    tile:
+    {{before}}
+    LDG.E R9, desc[UR4][R2.64]
+    k:
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3+URZ+0x80], R2
+    @!P0 BRA (slow)
+    landed:
+    WARPGROUP.ARRIVE
+    {FIRST}
+    {{between}}
+    {NEXT}, gsb0
+    {WAIT}
+    FFMA R40, R24, R9, R40
+    WARPGROUP.ARRIVE
+    {FIRST}
+    BSSY B0, (joined)
+    @P2 BRA (skip)
+    {NEXT}
+    skip:
+    BSYNC B0
+    joined:
+    {NEXT}, gsb0
+    {{loop}}
+    {WAIT}
+    FFMA R40, R24, R9, R40
+    @P1 BRA (k)
+    STG.E desc[UR4][R2.64], R40
+    {{after}}
+    @P3 BRA (tile)
+    EXIT
+    slow:
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3+URZ+0x80], R2
+    {{slow}}
+    @!P0 BRA (slow)
+    BRA (landed)
+    end:
+    BRA (end)
+"""
+HOLES = dict.fromkeys(("before", "between", "loop", "after", "slow"), "NOP")
+
+
+def loop_of(**holes: str) -> sass.KLoop:
+    (loop,) = sass.k_loops(sass.parse(assemble(CLEAN.format(**(HOLES | holes)))))
+    return loop
+
+
+def test_the_k_loop_is_found_with_its_slow_path():
+    loop = loop_of()
+    assert loop.wgmma == 5 and loop.count("SYNCS") == 2
+    assert loop.count("LDG", "STG", "S2R", "EXIT") == 0
+    assert (loop.count("STL", "LDL"), loop.spilled_bytes, loop.serialised) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("hole", ["between", "loop", "slow"])
+@pytest.mark.parametrize(
+    ("spill", "size"),
+    [
+        ("STL [R1+0x98], R85", 4),
+        ("@P4 LDL.LU R85, [R1+0x98]", 4),
+        ("@!UP1 STL.64 [R1], R4", 8),
+        ("LDL.128 R4, [R1]", 16),
+        ("STL.U8 [R1], R4", 1),
+    ],
+)
+def test_spills_in_a_k_loop_are_found(hole, spill, size):
+    loop = loop_of(**{hole: spill})
+    assert loop.count("STL") + loop.count("LDL") == 1 and loop.spilled_bytes == size
+
+
+def test_spills_around_a_k_loop_do_not_count():
+    loop = loop_of(before="LDL R9, [R1]", after="STL [R1], R9")
+    assert loop.count("STL", "LDL") == 0
+
+
+def test_waits_between_the_products_of_a_sum_are_found():
+    assert loop_of(between=f"{WAIT}\nWARPGROUP.ARRIVE").serialised == 1
+    # one product in the wait is what overlaps two sums
+    assert loop_of(between="WARPGROUP.DEPBAR.LE gsb0, 0x1").serialised == 0
+
+
+def test_a_sum_over_all_of_k_must_not_wait_for_its_last_product():
+    text = """
+        k:
+        WARPGROUP.ARRIVE
+        HGMMA.64x16x16.F32.BF16 R24, gdesc[UR20], R24
+        HGMMA.64x16x16.F32.BF16 R24, gdesc[UR24], R24, gsb0
+        WARPGROUP.DEPBAR.LE gsb0, {left}
+        @P1 BRA (k)
+        WARPGROUP.DEPBAR.LE gsb0, 0x0
+        EXIT
+    """
+    for left, expected in (("0x1", 0), ("0x0", 1)):
+        (loop,) = sass.k_loops(sass.parse(assemble(text.format(left=left))))
+        assert loop.serialised == expected and loop.wgmma == 2
+
+
+def test_code_that_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match="no instruction found"):
+        sass.parse("cuobjdump info : File contains no code")
+    with pytest.raises(ValueError, match="the target of BRA 0x500 at 0x10 is missing"):
+        sass.k_loops(sass.parse(assemble("NOP\nBRA 0x500")))
+
+
+def made_up_report(text: str, *, shared: int = 1000, case: offline.Case | None = None):
+    case = case or next(c for c in offline.policy_cases() if c.name == "fp8-128")
+    compiled = offline.Compiled(
+        case=case, registers=128, stack=0, shared=shared, warps=16, seconds=1.0, sass=assemble(text)
+    )
+    return offline.report(compiled)
+
+
+def whole_kernel(*, bad_loop: dict[str, str] | None = None, extra: str = "UTMALDG.2D [UR8]") -> str:
+    """Two partitions with two K loops each, the last one with `bad_loop` in its holes."""
+    holes = [HOLES, HOLES, HOLES, HOLES | (bad_loop or {})]
+    loops = [
+        re.sub(r"\b(tile|k|landed|skip|joined|slow|end)(?=[:)])", rf"\g<1>{n}", CLEAN.format(**h))
+        for n, h in enumerate(holes)
+    ]
+    return f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xd0\n{extra}\n" + "\n".join(loops)
+
+
+def test_faults_are_found_and_only_faults():
+    assert offline.faults(made_up_report(whole_kernel())) == []
+    spilling = made_up_report(whole_kernel(bad_loop={"loop": "STL [R1], R4\nLDL R4, [R1]"}))
+    assert offline.faults(spilling) == ["K loops spill: STL 1, LDL 1"]
+    assert offline.faults(spilling, known_spills=(1, 1)) == []
+    assert offline.faults(spilling, known_spills=(1, 0)) != []
+    assert offline.faults(spilling, known_spills=(0, 1)) != []
+    serialised = made_up_report(whole_kernel(bad_loop={"between": WAIT}))
+    assert offline.faults(serialised) == ["K loops wait between WGMMAs of one sum: 1"]
+    assert offline.faults(made_up_report(whole_kernel(extra="NOP"))) == ["no UTMALDG"]
+    quiet = whole_kernel().replace("USETMAXREG", "NOP")
+    assert offline.faults(made_up_report(quiet)) == ["no USETMAXREG"]
+    large = made_up_report(whole_kernel(), shared=232449)
+    assert offline.faults(large) == ["232449 bytes of shared memory, a CTA can have 232448"]
+    wrong = offline.faults(made_up_report(whole_kernel().replace("QGMMA", "HGMMA")))
+    assert wrong == ["no QGMMA", "20 HGMMA, the recipe has none"]
+    few = offline.faults(
+        made_up_report("USETMAXREG 0xd0\nUTMALDG.2D [UR8]\n" + CLEAN.format(**HOLES))
+    )
+    assert few == ["1 K loops, expected 4: L1 and L2 of each partition"]
+    dispatch = offline.chain_cases()[0]
+    assert offline.faults(made_up_report("NOP\nEXIT", case=dispatch)) == []
+
+
+def test_a_page_keeps_the_tables_of_other_versions():
+    good = made_up_report(whole_kernel())
+    bad = made_up_report(whole_kernel(bad_loop={"loop": "STL [R1], R4"}))
+    page = offline.update_page("", "3.10.0", offline.table([good]))
+    page = offline.update_page(page, "3.6.0", offline.table([bad]))
+    again = offline.update_page(page, "3.10.0", offline.table([good]))
+    assert again == page
+    assert re.findall(r"(?m)^## Triton (\S+)$", page) == ["3.6.0", "3.10.0"]
+    old, new = page.split("## Triton 3.10.0")
+    assert "- fp8-128: K loops spill: STL 1, LDL 0" in old and "No faults." in new
+    row = "| moe_kernel | fp8 | ue8m0_32 |  | 128 | prefill | 128 ({} / {} / {}) | 0 | 0 / 0 |"
+    p = good.case.policy
+    assert row.format(p.math_registers, p.dispatch_registers, p.load_registers) in new
+    header, rule, first = new.strip().splitlines()[:3]
+    assert header.count("|") == rule.count("|") == first.count("|") == 16
