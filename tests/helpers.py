@@ -1,11 +1,12 @@
-"""What the tests of the kernel share: layers, routings, calls on simulated ranks, and their checks."""
+"""What the tests of the kernel share: layers, routings, calls on simulated ranks, checks."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -273,8 +274,8 @@ def copy_words(source, target, count):
 def run_back_to_back(moe: MegaMoE, calls: Sequence[Call]) -> list[list[torch.Tensor]]:
     """Fused calls that follow each other on every rank's stream, with nothing between the ranks.
 
-    A launch on the rank's own stream sets the inputs of each call and another takes its result, so a
-    rank may be a call ahead of its peers.  Returns y of each call, by rank.
+    A launch on the rank's own stream sets the inputs of each call and another takes its result, so
+    a rank may be a call ahead of its peers. Returns y of each call, by rank.
     """
     backend, ranks = moe._fused, range(moe.config.ranks)
     machine, plan = backend.machine, backend.plan
@@ -289,7 +290,8 @@ def run_back_to_back(moe: MegaMoE, calls: Sequence[Call]) -> list[list[torch.Ten
             source = machine.register(rank, staged.memory[begin:end].clone(), name="staged inputs")
             target = machine.pointer(backend._buffer[rank], dtype="int32", offset=begin)
             _enqueue_copy(machine, rank, source, target, end - begin)
-        _without_running(machine, lambda: backend.run(FUSED, [plan.policy(t) for t in tokens], tokens))
+        with _only_enqueued(machine):
+            backend.run(FUSED, [plan.policy(t) for t in tokens], tokens)
         taken = [torch.zeros_like(y) for y in backend.y]
         for rank in ranks:
             target = machine.register(rank, taken[rank].view(torch.int16), name="taken y")
@@ -306,11 +308,12 @@ def _enqueue_copy(machine, rank: int, source, target, nbytes: int) -> None:
     machine.enqueue(rank, copy_words, grid=1, args=[source, target, nbytes // 4])
 
 
-def _without_running(machine, enqueue: Callable[[], object]) -> None:
+@contextmanager
+def _only_enqueued(machine) -> Iterator[None]:
     """What would run at once only waits in the queues of the ranks."""
     machine.run = lambda: None
     try:
-        enqueue()
+        yield
     finally:
         del machine.run
 

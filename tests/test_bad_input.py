@@ -89,23 +89,23 @@ REFUSED = {
     "expert id -2": (with_id(-2), r"rank 2: topk_idx\[1, 1\] is -2"),
     "expert id 2^40": (with_id(2**40), r"rank 2: topk_idx\[1, 1\] is 1099511627776"),
     "expert id 2^32": (with_id(2**32), r"rank 2: topk_idx\[1, 1\] is 4294967296"),
-    "x float32": (last("x", torch.Tensor.float), r"rank 2: x .*bfloat16 or float8_e4m3fn, got float32"),
-    "ids int16": (last("topk_idx", torch.Tensor.short), r"topk_idx must be int32 or int64, got int16"),
-    "ids float": (last("topk_idx", torch.Tensor.float), r"topk_idx must be int32 or int64, got float32"),
-    "weights int": (last("topk_weights", torch.Tensor.int), r"topk_weights must be float32 .*got int32"),
+    "x float32": (last("x", torch.Tensor.float), r"rank 2: x .*bfloat16 or .*, got float32"),
+    "ids int16": (last("topk_idx", torch.Tensor.short), r"topk_idx must be .*, got int16"),
+    "ids float": (last("topk_idx", torch.Tensor.float), r"topk_idx must be .*, got float32"),
+    "weights int": (last("topk_weights", torch.Tensor.int), r"topk_weights must be .*got int32"),
     "weights float64": (last("topk_weights", torch.Tensor.double), r"topk_weights .*got float64"),
     "x transposed": (last("x", lambda x: x.T.contiguous().T), r"x must be contiguous.*strides"),
     "x every second row": (last("x", every_second_row), r"x must be contiguous.*strides"),
     "ids transposed": (last("topk_idx", lambda i: i.T.contiguous().T), r"topk_idx must be contig"),
     "x of one row": (last("x", lambda x: x[0]), r"x must have shape \[tokens, 256\], got \[256\]"),
-    "x narrow": (last("x", lambda x: x[:, :128].contiguous()), r"x must have shape .*got \[3, 128\]"),
-    "fewer ids": (last("topk_idx", lambda i: i[:2]), r"topk_idx must have shape \[3, 2\].*got \[2, 2\]"),
-    "one slot": (last("topk_weights", lambda w: w[:, :1].contiguous()), r"topk_weights must have shape"),
+    "x narrow": (last("x", lambda x: x[:, :128].contiguous()), r"x must have shape .*\[3, 128\]"),
+    "fewer ids": (last("topk_idx", lambda i: i[:2]), r"topk_idx must have .*\[3, 2\].*\[2, 2\]"),
+    "one slot": (last("topk_weights", lambda w: w[:, :1].contiguous()), r"topk_weights must have"),
     "x is a list": (last("x", torch.Tensor.tolist), r"x must be a torch.Tensor, got list"),
     "no x_scale": (without_scale, r"rank 0: a float8_e4m3fn x needs x_scale \(ue8m0_32\)"),
     "x_scale with bf16 x": (superfluous_scale, r"x_scale is only allowed with a float8_e4m3fn x"),
-    "x_scale float32": (last_scale(torch.Tensor.float), r"rank 2: x_scale \(ue8m0_32\) must be int32"),
-    "x_scale of a row less": (last_scale(lambda s: s[:2]), r"must have shape \[3, 2\], got \[2, 2\]"),
+    "x_scale float32": (last_scale(torch.Tensor.float), r"rank 2: x_scale .* must be int32"),
+    "x_scale of a row less": (last_scale(lambda s: s[:2]), r"have shape \[3, 2\], got \[2, 2\]"),
     "x_scale strided": (last_scale(every_second_row), r"x_scale must be contiguous"),
 }  # fmt: skip
 
@@ -145,9 +145,9 @@ def test_tensors_of_the_wrong_number_of_ranks(name, count, moe, expected):
     [
         ({"experts": 8, "ranks": 3}, "8 experts cannot be divided evenly over 3 ranks"),
         ({"experts": 146, "ranks": 73}, "ranks must be at most 72, got 73"),
-        ({"recipe": "fp8", "x_scales": None, "hidden": 264}, "hidden must be a multiple of 32 .*got 264"),
-        ({"recipe": "mxfp4", "x_scales": None, "hidden": 100}, "hidden must be a multiple of 32 .*got 100"),
-        ({"recipe": "bf16", "x_scales": None, "hidden": 260}, "hidden must be a multiple of 8, got 260"),
+        ({"recipe": "fp8", "x_scales": None, "hidden": 264}, "hidden must be .* of 32 .*got 264"),
+        ({"recipe": "mxfp4", "x_scales": None, "hidden": 100}, "hidden must be .* of 32 .*got 100"),
+        ({"recipe": "bf16", "x_scales": None, "hidden": 260}, "hidden must be .* of 8, got 260"),
         ({"intermediate": 100}, "intermediate must be a multiple of 8, got 100"),
         ({"recipe": "int4", "x_scales": None}, "recipe must be one of bf16, .*got 'int4'"),
         ({"recipe": "bf16", "x_scales": "token"}, "'token' does not go with recipe 'bf16'"),
@@ -159,7 +159,8 @@ def test_refused_configurations(options, message):
 
 
 def test_unknown_backend():
-    with pytest.raises(ValueError, match="backend must be one of auto, gluon, interpreter, got 'cuda'"):
+    message = "backend must be one of auto, gluon, interpreter, got 'cuda'"
+    with pytest.raises(ValueError, match=message):
         LAYER.model(backend="cuda")
 
 

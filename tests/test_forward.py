@@ -25,7 +25,6 @@ from helpers import (
     Layer,
     bits,
     check_call,
-    check_reference,
     covering,
     distinct,
     live_blocks,

@@ -10,7 +10,7 @@ import pytest
 from test_interpreter_faults import SEEDS, run_one
 
 from megamoe.interpreter import DataRace, Deadlock, Livelock, Machine
-from megamoe.kernel.compat import gl, gluon
+from megamoe.kernel.compat import cta_barrier, gl, gluon
 
 
 @gluon.jit
@@ -129,6 +129,41 @@ def test_orders_of_inline_ptx(write, read):
         else:
             with pytest.raises(DataRace, match="array0"):
                 run_one(fences, arrays, grid=2, seed=seed, **constants)
+
+
+@gluon.jit
+def hands_over(data, flag, FIRST: gl.constexpr, BARRIER: gl.constexpr):
+    """One thread releases what all threads of program 0 have stored, or have finished reading."""
+    i = gl.arange(0, 128)
+    if gl.program_id(0) == 0:
+        if FIRST == "store":
+            gl.store(data + i, i)
+        else:
+            gl.load(data + i)
+        if BARRIER:
+            cta_barrier()
+        gl.atomic_add(flag, 1, sem="release", scope="gpu")
+    else:
+        while gl.atomic_add(flag, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        gl.store(data + i, i + 1)
+
+
+@pytest.mark.parametrize("first", ["store", "load"])
+def test_one_thread_releases_for_all_only_after_a_barrier(first):
+    for seed in SEEDS:
+        arrays = [np.zeros(128, np.int32), np.zeros(1, np.int32)]
+        run_one(hands_over, arrays, grid=2, seed=seed, FIRST=first, BARRIER=1)
+        np.testing.assert_array_equal(arrays[0], np.arange(128) + 1)
+        with pytest.raises(DataRace, match="hands_over"):
+            run_one(hands_over, arrays, grid=2, seed=seed, FIRST=first, BARRIER=0)
+        m = Machine(seed=seed)
+        pointers = [m.pointer(m.register(0, a), "int32") for a in arrays]
+        m.enqueue(
+            0, hands_over, grid=2, args=pointers, num_warps=1, kwargs={"FIRST": first, "BARRIER": 0}
+        )
+        arrays[1][:] = 0
+        m.run()  # one warp needs none
 
 
 @gluon.jit

@@ -232,8 +232,8 @@ def test_ring_holds_what_is_alive(block_m):
     """Also what one unit of dispatch waits for at once: `pull_rows` rows in as many blocks.
 
     Dispatch signals none of a unit's rows before all their slots are free. The slot of block b is
-    freed by L2 of block b - ring, which comes after L1 of up to `lag` blocks more; were one of these
-    in the same unit, everybody would wait.
+    freed by L2 of block b - ring, which comes after L1 of up to `lag` blocks more; were one of
+    these in the same unit, everybody would wait.
     """
     for config, programs in itertools.product(RING_CONFIGS, (1, 2, 3, 7, 16, 33, 66, 132)):
         plan = Plan(config, programs=programs)

@@ -172,6 +172,7 @@ class InterpreterBackend:
             rank,
             tokens,
             m.pointer(self._y[rank], dtype="bfloat16"),
+            m.pointer(weights["w1"], dtype="int8"),
             *descriptors,
             *scales,
         ]
@@ -253,4 +254,5 @@ class GluonBackend:
         unused = torch.zeros(4, dtype=torch.float32, device=self.device)
         scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
         offsets = [weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")]
-        return [buffer.memory.view(torch.int8), self._peers[rank], *descriptors, *scales, *offsets]
+        w1_data = weights["w1"].view(torch.int8)
+        return [buffer.memory.view(torch.int8), self._peers[rank], w1_data, *descriptors, *scales, *offsets]

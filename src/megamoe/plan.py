@@ -129,6 +129,16 @@ class KernelSpec:
         return self.block_m * self.block_k * self.x_bytes
 
     @property
+    def tokens_first(self) -> bool:
+        """Whether tokens are the M side of WGMMA: wide tiles, unless the weights are expanded in registers."""
+        return self.block_m == 128 and self.recipe != "mxfp4"
+
+    @property
+    def tile_columns(self) -> int:
+        """N side of a partition's tile."""
+        return self.block_n if self.tokens_first else self.block_m
+
+    @property
     def scope(self) -> str:
         """PTX scope of what ranks say to each other."""
         return "gpu" if self.ranks == 1 else "sys"

@@ -95,6 +95,7 @@ def _fill(other: object, dtype: DType) -> object:
 def _read_runs(task: object, access: Access, dtype: DType) -> np.ndarray:
     clock = task.clock
     parts = task.machine.memory.split(access.addr, access.count * dtype.itemsize)
+    clock.scattered = True
     event = 0
     out = None
     for runs, rows in parts:
@@ -137,7 +138,7 @@ def store(task: object, pointer: Pointer, value: object, mask: object = None) ->
         check_write(clock, runs, event, GENERIC)
         store_raw(runs, dtype, raw if rows is None else raw[rows])
         notify_runs(runs)
-    clock.stored = True
+    clock.scattered = True
     task.effect()
 
 
@@ -295,7 +296,7 @@ def _atomic_scalar(
         check_scalar(clock, alloc, offset, dtype.itemsize, clock.event(kind, place), kind, False)
         if changed or sem in ("release", "acq_rel"):
             check_scalar(clock, alloc, offset, dtype.itemsize, clock.event(kind, place), kind, True)
-        synchronise(task, [(alloc, offset)], sem, scope, "rmw", False)
+        synchronise(task, [(alloc, offset)], sem, scope, "rmw", task.warps == 1)
         if changed:
             view[at] = new if dtype.kind in "iu" else dt.encode(np.asarray(new, dtype.calc), dtype)
             notify(alloc, offset, offset + dtype.itemsize)
@@ -371,7 +372,8 @@ def _atomic_lanes(
             update,
             dtype,
         )
-        places += [(runs.alloc, int(o)) for o in np.unique(offsets)]
+        if sem != "relaxed" or runs.alloc.flags or any(task.fence_release.values()):
+            places += [(runs.alloc, o) for o in np.unique(offsets).tolist()]
         notify_runs(runs)
     synchronise(task, places, sem, scope, "rmw", True)
     task.effect()
@@ -401,15 +403,19 @@ def _update_lanes(
 
 
 def _add_lanes(flat: np.ndarray, index: np.ndarray, operand: np.ndarray) -> np.ndarray:
+    if index.size == 1 or bool((index[1:] > index[:-1]).all()):
+        old = flat[index]
+        flat[index] = old + operand
+        return old
     by_address = np.argsort(index, kind="stable")
     where_, amounts = index[by_address], operand[by_address]
     total = np.cumsum(amounts, dtype=amounts.dtype)
-    first = np.flatnonzero(np.r_[True, where_[1:] != where_[:-1]])
+    first = np.concatenate([[0], np.flatnonzero(where_[1:] != where_[:-1]) + 1])
     before = total - amounts
-    lengths = np.diff(np.r_[first, where_.size])
+    lengths = np.diff(first, append=where_.size)
     old = np.empty_like(operand)
     old[by_address] = flat[where_] + before - np.repeat(before[first], lengths)
-    last = np.r_[first[1:] - 1, where_.size - 1]
+    last = first + lengths - 1
     flat[where_[last]] += total[last] - before[first]
     return old
 

@@ -258,6 +258,9 @@ def move_pointer(p: Pointer, offset: object, sign: int) -> Pointer:
     offset = as_tensor(offset)
     if offset.dtype.kind not in "iu":
         raise TypeError(f"a pointer is moved by integers, not by {offset.dtype}")
+    if offset.lo is not None and offset.lo == offset.hi:
+        shape = offset.shape if not p._shape else np.broadcast_shapes(p._shape, offset.shape)
+        return Pointer(p.base + offset.lo * size, p.terms, shape, p.dtype)
     terms = offset.terms if type(offset) is LazySum else [offset.v]
     terms = [np.multiply(t, size, dtype=np.int64) for t in terms]
     shape = offset.shape

@@ -47,12 +47,12 @@ class Buffer:
 
 
 class Program:
-    """One CTA: its shared memory, barriers, and tasks that have not ended."""
+    """One CTA: its barriers, clock slots, and TMA loads under way."""
 
     def __init__(self) -> None:
         self.barriers: list = []
-        self.copies = 0  # TMA loads under way
-        self.clock_steps = 0
+        self.slots: list[int] = []
+        self.copies = 0
 
 
 @dataclass
@@ -100,6 +100,7 @@ class Task(greenlet):
         }  # read relaxed, not yet fenced
         self.fence_release: dict[str, Knowledge | None] = {"gpu": None, "sys": None, "cta": None}
         self.clock = clock(self)
+        cta.slots.append(self.clock.slot)
         self.finished = False
         self.joining: Sequence[Task] = ()
 
@@ -322,6 +323,8 @@ class Machine:
     def finished(self, task: Task) -> None:
         """A whole program has ended."""
         launch = task.launch
+        for slot in task.cta.slots:
+            task.clock.finish(slot)
         launch.end = join(launch.end, task.clock.snapshot())
         launch.running -= 1
         if launch.running == 0:

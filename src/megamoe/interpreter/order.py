@@ -81,11 +81,11 @@ class Clock:
         "fenced",
         "order",
         "pending",
+        "scattered",
         "seen",
         "sfenced",
         "slot",
         "sseen",
-        "stored",
         "ordered",
         "task",
         "vc",
@@ -110,7 +110,7 @@ class Clock:
             self.seen, self.pending = parent.seen, _join(parent.pending, start.fenced)
             self.sseen = _join(parent.sseen, start.sfenced)
         self.vc[slot] = order.tick(slot)
-        self.stored = False  # a tensor store since the last CTA barrier, which orders the warps
+        self.scattered = False  # accesses by all warps since the last barrier, which orders them
         self.ordered = int(self.vc[slot]) - 1
         self.events: dict[tuple, int] = {}
 
@@ -152,12 +152,18 @@ class Clock:
         slot = self.order.slots[event]
         self.vc[slot] = max(self.vc[slot], self.order.clks[event])
 
+    def finish(self, slot: int) -> None:
+        """The task of these slots, and all its asynchronous operations, have ended before now."""
+        if slot + SLOTS > self.vc.size:
+            self.vc = self.order.fresh(self.vc)
+        self.vc[slot : slot + SLOTS] = self.order.last[slot : slot + SLOTS]
+
     def snapshot(self, whole_partition: bool = True) -> Knowledge:
-        """What a release hands over.  Stores by other warps count only up to the last barrier of
-        the partition.
+        """What a release hands over.  If one thread releases, accesses of the other warps count
+        only up to the last barrier of the partition.
         """
         vc = self.vc.copy()
-        if not whole_partition and self.stored:
+        if not whole_partition and self.scattered:
             vc[self.slot] = self.ordered
         return Knowledge(vc, self.fenced, self.sfenced)
 
@@ -198,8 +204,8 @@ class Clock:
         """A CTA barrier of the partition: stores of all its warps are now before whatever one warp
         does next.
         """
-        if self.stored:
-            self.stored = False
+        if self.scattered:
+            self.scattered = False
             self.ordered = self.vc[self.slot]
             self.advance()
 
@@ -303,8 +309,8 @@ class Order:
     def unfenced(self, ids: np.ndarray, clock: Clock, shared: bool) -> int:
         """A generic write among `ids` that the async proxy may not see yet, or 0."""
         covered = clock.sseen if shared else clock.seen
-        event = same(ids)
-        for event in sorted(set(ids.ravel().tolist())) if event is None else (event,):
+        one = same(ids)
+        for event in sorted(set(ids.ravel().tolist())) if one is None else (one,):
             if event > 0 and self.kinds[event] != ASYNC:
                 slot = self.slots[event]
                 if slot >= covered.size or covered[slot] < self.clks[event]:

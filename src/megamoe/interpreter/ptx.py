@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from greenlet import getcurrent
@@ -20,7 +21,7 @@ from .dtypes import DType
 from .errors import KernelError, UnsupportedOperation
 from .faults import where
 from .ptx_ops import EVALUATE, comparison, width_of
-from .values import Tensor, as_tensor, wrap
+from .values import Pointer, Scalar, Tensor, as_tensor, wrap
 
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
@@ -59,6 +60,10 @@ class Block:
                 self.code.append(Instruction(piece))
         self.branches = any(i.parts[0] == "bra" for i in self.code)
         self.reads_timer = any("%globaltimer" in i.operands for i in self.code)
+        # What must happen once for every thread, also where all have the same operands.
+        self.counts = any(
+            i.parts[0] in ("red", "atom") and {"add", "xor"} & set(i.parts) for i in self.code
+        )
 
 
 _BLOCKS: dict[str, Block] = {}
@@ -194,7 +199,7 @@ class Lanes:
             self._fence(i)
         elif op == "setp":
             self._setp(i, mask)
-        elif op in _NOTHING:
+        elif op in _NOTHING or i.name.startswith("cp.async.bulk.prefetch"):
             return
         elif op == "trap":
             raise KernelError("inline PTX: trap")
@@ -386,6 +391,11 @@ def _to_registers(
 def _from_registers(words: list[object], dtype: DType, pack: int, shape: tuple[int, ...]) -> Tensor:
     width = dtype.bits if dtype.kind != "b" else 8
     per = max(1, 32 // width) if width < 32 and pack > 1 else 1
+    if pack == 1 and not isinstance(words[0], np.ndarray) and dtype.kind in "iu":
+        value = _signed(int(words[0]), dtype)
+        if not shape:
+            return Scalar(value, dtype)
+        return Tensor(np.full(shape, value, dtype.calc), dtype, value, value)
     grouped = shape if pack == 1 else (*shape[:-1], shape[-1] // pack)
     out = np.empty((*grouped, pack), np.int64)
     for k in range(pack):
@@ -412,14 +422,20 @@ def inline_asm_elementwise(
     results = [dt.as_dtype(d) for d in ([dtype] if single else dtype)]
     inputs = [as_tensor(a) for a in args]
     shape = np.broadcast_shapes(*[a.shape for a in inputs])
-    letters = [c.strip() for c in constraints.split(",") if not c.strip().startswith("~")]
-    outputs = sum(c.startswith("=") for c in letters)
-    registers = _input_registers(inputs, shape, pack)
-    if outputs + len(registers) != len(letters):
+    outputs, letters = _count(constraints)
+    task = getcurrent()
+    if block.counts and int(np.prod(shape)) != 32 * task.warps:
         raise KernelError(
-            f"inline PTX: constraints {constraints!r} name {len(letters)} registers; results and "
-            "arguments "
-            f"have {outputs} and {len(registers)}"
+            f"inline PTX: {asm.strip()!r} counts, and every one of {32 * task.warps} threads runs "
+            f"it, but the shape is {list(shape)}: give it one element a thread"
+        )
+    registers = None if block.counts else _same_registers(inputs, pack)
+    if registers is None:
+        registers = _input_registers(inputs, shape, pack)
+    if outputs + len(registers) != letters:
+        raise KernelError(
+            f"inline PTX: constraints {constraints!r} name {letters} registers; results and "
+            f"arguments have {outputs} and {len(registers)}"
         )
     names = {f"${outputs + j}": r for j, r in enumerate(registers)}
     grouped = shape if pack == 1 else (*shape[:-1], shape[-1] // pack)
@@ -432,6 +448,31 @@ def inline_asm_elementwise(
         out.append(_from_registers(words[at : at + count], d, pack, shape))
         at += count
     return out[0] if single else tuple(out)
+
+
+@lru_cache(maxsize=256)
+def _count(constraints: str) -> tuple[int, int]:
+    """How many results, and how many registers in all, a constraint string names."""
+    letters = [c.strip() for c in constraints.split(",") if not c.strip().startswith("~")]
+    return sum(c.startswith("=") for c in letters), len(letters)
+
+
+def _same_registers(inputs: list[Tensor], pack: int) -> list[int] | None:
+    """The registers as plain numbers, if every argument is known to be the same in all lanes."""
+    if pack > 1:
+        return None
+    out = []
+    for x in inputs:
+        if type(x) is Pointer:
+            if x.terms:
+                return None
+            out.append(x.base)
+        elif x.dtype.kind in "iu" and type(x) is Scalar or x.lo is not None and x.lo == x.hi:
+            value = x.v if type(x) is Scalar else x.lo
+            out.append(value if x.dtype.bits == 64 else value & ((1 << x.dtype.bits) - 1))
+        else:
+            return None
+    return out
 
 
 def _input_registers(inputs: list[Tensor], shape: tuple[int, ...], pack: int) -> list[np.ndarray]:
@@ -454,16 +495,24 @@ def _run_all(
     return [lanes.value(f"${j}") for j in range(outputs)]
 
 
-def _collapsed(v: np.ndarray) -> object:
+def _collapsed(v: object) -> object:
     """A Python int if all lanes are the same scalar."""
-    return int(v) if v.ndim == 0 else v
+    return v if type(v) is int or v.ndim else int(v)
 
 
 def _run_unique(
     block: Block, names: dict, outputs: int, shape: tuple[int, ...], place: tuple
 ) -> list[object]:
+    if all(type(v) is int for v in names.values()):
+        lanes = Lanes(block, dict(names), place)
+        lanes.run_branching()
+        return [lanes.value(f"${j}") for j in range(outputs)]
     arrays = [np.broadcast_to(v, shape).ravel() for v in names.values()]
-    rows, inverse = _unique_rows(arrays)
+    if block.counts:
+        rows = list(zip(*[a.tolist() for a in arrays], strict=True))
+        inverse = np.arange(len(rows))
+    else:
+        rows, inverse = _unique_rows(arrays)
     columns: list[list[int]] = [[] for _ in range(outputs)]
     for row in rows:
         lanes = Lanes(block, dict(zip(names, row, strict=True)), place)

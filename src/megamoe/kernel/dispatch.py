@@ -139,8 +139,8 @@ def find_sources(ctx, expert, index):
 
 
 @gluon.jit
-def pull(ctx, rows, first, blocks):
-    """Fetch this program's share of the rows into the pool."""
+def pull(ctx, rows, first, blocks, event):
+    """Fetch this program's share of the rows into the pool; returns the next free event."""
     spec: gl.constexpr = ctx.spec
     n: gl.constexpr = spec.pull_rows
     warps: gl.constexpr = gl.num_warps()
@@ -154,7 +154,9 @@ def pull(ctx, rows, first, blocks):
     weights = ctx.region(spec.offset.pool_weight, gl.float32)
     origins = ctx.region(spec.offset.pool_origin, gl.int64)
     inexact = 0
+    event = gl.to_tensor(event)
     for unit in range(gl.program_id(0), (total + (n - 1)) // n, gl.num_programs(0)):
+        begin = now(ctx)
         row = unit * n + gl.arange(0, n, layout=each)
         real = row < total
         row = gl.minimum(row, total - 1)
@@ -170,6 +172,7 @@ def pull(ctx, rows, first, blocks):
             cta_barrier()
         pool_row = (block % spec.ring_blocks) * spec.block_m + index % spec.block_m
         weight = gl.load(ctx.peer_region(source, spec.offset.topk_weights, gl.float32) + entry, mask=real, other=0.0)
+        ready = now(ctx)
         token = entry // spec.topk
         if spec.x_scales == "ue8m0_32":
             inexact += pull_rebased(ctx, source, token, pool_row, real)
@@ -181,9 +184,12 @@ def pull(ctx, rows, first, blocks):
         # the last row of an expert also brings the padding of its block
         padding = gl.where(index == count - 1, (spec.block_m - count % spec.block_m) % spec.block_m, 0)
         signal_rows(arrived + block, 1 + padding, real)
+        record(ctx, COMMUNICATE, event, PULL, unit, 0, begin, ready, now(ctx))
+        event += 1
     if spec.x_scales == "ue8m0_32":
         control = ctx.region(spec.offset.control, gl.int32)
         gl.atomic_add(control + CONTROL_INEXACT, inexact, sem="relaxed", scope="gpu")
+    return event
 
 
 @gluon.jit
@@ -278,7 +284,7 @@ def pull_rebased(ctx, source, token, pool_row, real):
 
 @gluon.jit
 def dispatch_role(ctx):
-    """Four warps: clear, route, publish, pull."""
+    """Four warps: clear, route, publish, pull.  Returns the number of events recorded."""
     spec: gl.constexpr = ctx.spec
     scope: gl.constexpr = spec.scope
     begin = now(ctx)
@@ -296,5 +302,4 @@ def dispatch_role(ctx):
         gl.store(control + CONTROL_USED_BLOCKS + ctx.counter_set, blocks)
     counted = now(ctx)
     record(ctx, COMMUNICATE, 1, WAIT_COUNTS, 0, 0, routed, routed, counted)
-    pull(ctx, rows, first, blocks)
-    record(ctx, COMMUNICATE, 2, PULL, 0, 0, counted, counted, now(ctx))
+    return pull(ctx, rows, first, blocks, 2)

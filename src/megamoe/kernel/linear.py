@@ -1,20 +1,19 @@
-"""The matrix products: K loops of each recipe and what happens to a finished tile.
+"""The matrix products: K loops of each recipe, over the tiles of this CTA.
 
-Weights are the M side of WGMMA and tokens the N side, in both tile families, so that a thread holds gate and up of
-the same column (weight rows are interleaved by 8) and MXFP4 codes can be expanded straight into the A operand.
-All recipes walk K upwards and promote at the same places in every tile family: a row's bits do not depend on the tile.
+Two families.  Weights first ("swap-AB"): weight rows are the M side of WGMMA and few tokens its N side; MXFP4 codes are
+expanded straight into the A operand, so MXFP4 always runs this way.  Tokens first: 64 tokens a partition are the M
+side, the 128 weight rows of a tile the N side.  In both, gate and up of a column lie in one thread, since their rows
+are interleaved by 8.  All recipes walk K upwards and promote at the same places, so a row's bits do not depend on the
+family or the tile.
 """
 
-from megamoe.kernel.activation import power_of_two_scale, swiglu
+from megamoe.kernel.combine import combine_role
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from megamoe.kernel.context import TASK_SLOTS
+from megamoe.kernel.epilogue import H_GROUP, ROWS, activate_tokens_first, activate_weights_first, push, store_accumulator
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
-from megamoe.kernel.signal import origin_of
-from megamoe.kernel.sync import every_thread, fence_async_proxy
 from megamoe.kernel.trace import now, record
 
-ROWS = gl.constexpr(64)  # weight rows of one math partition
-H_GROUP = gl.constexpr(64)  # intermediate columns under one scale
 K_GROUP = gl.constexpr(128)  # K between two promotions where no scale asks for more
 
 # Four 4-bit codes of k and four of k + 32 in a word -> two registers of e4m3.  A code of magnitude v becomes
@@ -54,15 +53,47 @@ def take_stage(rings, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def operands(spec: gl.constexpr, rings, stage, PART: gl.constexpr):
+    """The two sides of a stage's product: this partition's 64 rows, and all rows of the other matrix as columns."""
+    if spec.tokens_first:
+        return rings.x.index(stage).slice(PART * ROWS, ROWS, 0), rings.w.index(stage).permute((1, 0))
+    else:
+        return rings.w.index(stage).slice(PART * ROWS, ROWS, 0), rings.x.index(stage).permute((1, 0))
+
+
+@gluon.jit
+def token_scales(spec: gl.constexpr, rings, stage, G: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):
+    """Scales of the stage's tokens for its K group G, to be multiplied to an accumulator."""
+    scales = rings.x_scale.index(stage).slice(G, 1, 0)
+    if spec.tokens_first:
+        return scales.slice(PART * ROWS, ROWS, 1).permute((1, 0)).load(layout)
+    else:
+        return scales.load(layout)
+
+
+@gluon.jit
+def weight_scales(spec: gl.constexpr, scales, UP: gl.constexpr, layout: gl.constexpr):
+    """128 x 128 scales of a tile's weight rows for one K block, to be multiplied to an accumulator.
+
+    `scales` points to those of the tile's (or, with weights first, this partition's) first row.  With tokens first,
+    the 128 rows of a tile lie in one block (L2, UP = 0) or in one block of gate and one of up, 8 rows in turn (UP = 8).
+    """
+    if spec.tokens_first:
+        columns = gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, layout))
+        return gl.where(columns % 16 < 8, gl.load(scales), gl.load(scales + UP))[None, :]
+    else:
+        return gl.load(scales + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)))[:, None]
+
+
+@gluon.jit
 def k_loop_bf16(spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):
     """One fp32 accumulator over all of K; the product of a step runs while the next stage arrives."""
-    BLOCK_M: gl.constexpr = spec.block_m
-    acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
+    COLUMNS: gl.constexpr = spec.tile_columns
+    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     for k in range(K // spec.block_k):
         stage = take_stage(rings, step, spec.stages)
-        w = rings.w.index(stage).slice(PART * ROWS, ROWS, 0)
-        x = rings.x.index(stage).permute((1, 0))
-        acc = warpgroup_mma(w, x, acc, is_async=True)
+        a, b = operands(spec, rings, stage, PART)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         if k > 0:
             mbarrier.arrive(rings.empty.index((step - 1) % spec.stages), count=1)
@@ -73,30 +104,30 @@ def k_loop_bf16(spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.const
 
 
 @gluon.jit
-def k_loop_fp8(spec: gl.constexpr, rings, step, w_scale, w_stride: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
-               W_SCALED: gl.constexpr, X_SCALED: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+def k_loop_fp8(spec: gl.constexpr, rings, step, w_scale, w_stride: gl.constexpr, UP: gl.constexpr, K: gl.constexpr,
+               GROUP: gl.constexpr, W_SCALED: gl.constexpr, X_SCALED: gl.constexpr, PART: gl.constexpr,
+               layout: gl.constexpr):  # fmt: skip
     """Promoted to fp32 every GROUP of K, where the scales of the group are applied if it has any.
 
-    `w_scale` points to [K / 128, rows] with `w_stride` between groups; scales of x come with the stage.
+    `w_scale` and `UP` as in :func:`weight_scales`, `w_stride` between K blocks; scales of x come with the stage.
     """
-    BLOCK_M: gl.constexpr = spec.block_m
+    COLUMNS: gl.constexpr = spec.tile_columns
     steps: gl.constexpr = K // spec.block_k
-    acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
+    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     if W_SCALED:
-        next_scale = gl.load(w_scale)
+        next_scale = weight_scales(spec, w_scale, UP, layout)
     for k in range(steps):
         if W_SCALED:
-            scale_w = next_scale[:, None]
+            scale_w = next_scale
             # one step ahead, so that the load does not stall the next one
-            next_scale = gl.load(w_scale + gl.minimum(k + 1, steps - 1) * w_stride)
+            next_scale = weight_scales(spec, w_scale + gl.minimum(k + 1, steps - 1) * w_stride, UP, layout)
         stage = take_stage(rings, step, spec.stages)
-        w = rings.w.index(stage).slice(PART * ROWS, ROWS, 0)
-        x = rings.x.index(stage).permute((1, 0))
+        a, b = operands(spec, rings, stage, PART)
         for g in gl.static_range(spec.block_k // GROUP):
-            part = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
-            part = warpgroup_mma(w.slice(g * GROUP, GROUP, 1), x.slice(g * GROUP, GROUP, 0), part, is_async=True)
+            part = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+            part = warpgroup_mma(a.slice(g * GROUP, GROUP, 1), b.slice(g * GROUP, GROUP, 0), part, is_async=True)
             if X_SCALED:
-                scale = rings.x_scale.index(stage).slice(g, 1, 0).load(layout)
+                scale = token_scales(spec, rings, stage, g, PART, layout)
             part = warpgroup_mma_wait(0, deps=[part])
             if g == spec.block_k // GROUP - 1:
                 mbarrier.arrive(rings.empty.index(stage), count=1)
@@ -122,6 +153,17 @@ def mma_slice(w, x, low_offsets, high_offsets, part, J: gl.constexpr, operand: g
 
 
 @gluon.jit
+def mma_group(spec: gl.constexpr, w, x, low_offsets, high_offsets, G: gl.constexpr, SLICES: gl.constexpr,
+              operand: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """Begin the products of one K group; returns the unfinished part."""
+    BLOCK_M: gl.constexpr = spec.block_m
+    part = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
+    for s in gl.static_range(SLICES):
+        part = mma_slice(w, x, low_offsets, high_offsets, part, G * SLICES + s, operand)
+    return part
+
+
+@gluon.jit
 def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
                  X_SCALED: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """As :func:`k_loop_fp8`, the weights expanded from 4-bit codes in registers.
@@ -132,6 +174,7 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     steps: gl.constexpr = K // spec.block_k
     slices: gl.constexpr = GROUP // 64
+    PAIR: gl.constexpr = 2 if BLOCK_M == 16 else 1
     acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
     low_offsets = gl.load(offset)
     high_offsets = gl.load(offset + n_rows)
@@ -143,19 +186,28 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
         ahead = gl.minimum(k + 1, steps - 1) * (2 * n_rows)
         next_low = gl.load(offset + ahead)
         next_high = gl.load(offset + ahead + n_rows)
-        for g in gl.static_range(spec.block_k // GROUP):
-            part = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
-            for s in gl.static_range(slices):
-                part = mma_slice(w, x, low_offsets, high_offsets, part, g * slices + s, operand)
-            part = warpgroup_mma_wait(0, deps=[part])
+        for g in gl.static_range(0, spec.block_k // GROUP, PAIR):
+            part = mma_group(spec, w, x, low_offsets, high_offsets, g, slices, operand, layout)
+            if PAIR == 2:
+                # both products are under way before the first is waited for
+                second = mma_group(spec, w, x, low_offsets, high_offsets, g + 1, slices, operand, layout)
+                part, second = warpgroup_mma_wait(0, deps=[part, second])
+            else:
+                part = warpgroup_mma_wait(0, deps=[part])
             if X_SCALED:
-                scale = rings.x_scale.index(stage).slice(g, 1, 0).load(layout)
-            if g == spec.block_k // GROUP - 1:
+                part_scale = token_scales(spec, rings, stage, g, PART, layout)
+                if PAIR == 2:
+                    second_scale = token_scales(spec, rings, stage, g + 1, PART, layout)
+            if g == spec.block_k // GROUP - PAIR:
                 mbarrier.arrive(rings.empty.index(stage), count=1)
             if X_SCALED:
-                acc += part * scale
+                acc += part * part_scale
+                if PAIR == 2:
+                    acc += second * second_scale
             else:
                 acc += part
+                if PAIR == 2:
+                    acc += second
             if BLOCK_M >= 64:
                 # else the assembler starts the next group early and spills: two parts do not fit in registers
                 cta_barrier()
@@ -166,141 +218,84 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
 
 
 @gluon.jit
+def along_weights(spec: gl.constexpr, layout: gl.constexpr, PART: gl.constexpr):
+    """Offsets of an accumulator's weight rows within the tile, shaped to broadcast over it."""
+    if spec.tokens_first:
+        return gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, layout))[None, :]
+    else:
+        return PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def along_tokens(spec: gl.constexpr, layout: gl.constexpr, PART: gl.constexpr):
+    """Offsets of an accumulator's tokens within the block, shaped to broadcast over it."""
+    if spec.tokens_first:
+        return PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    else:
+        return gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
 def linear1(ctx, rings, step, block, tile, expert, valid, PART: gl.constexpr, layout: gl.constexpr):
-    """The L1 accumulator of one partition, all scales applied: fp32 [ROWS, block_m]."""
+    """The L1 accumulator of one partition, all scales applied: fp32 [ROWS, tile_columns]."""
     spec: gl.constexpr = ctx.spec
     K: gl.constexpr = spec.padded_hidden
     n_rows: gl.constexpr = 2 * spec.padded_intermediate
-    row0 = tile * spec.block_n + PART * ROWS
-    rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    row0 = tile * spec.block_n
+    part0: gl.constexpr = 0 if spec.tokens_first else PART * ROWS
     if spec.recipe == "bf16":
         acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
-        w_scale = ctx.w1_scale + expert * (K // 128 * n_rows) + rows
-        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, K, K_GROUP, True, True, PART, layout)
+        w_scale = ctx.w1_scale + expert * (K // 128 * n_rows) + row0 + part0
+        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, 8, K, K_GROUP, True, True, PART, layout)
     else:
         if spec.recipe == "fp8":
-            acc, step = k_loop_fp8(spec, rings, step, ctx.w1_scale, 0, K, K_GROUP, False, False, PART, layout)
+            acc, step = k_loop_fp8(spec, rings, step, ctx.w1_scale, 0, 0, K, K_GROUP, False, False, PART, layout)
         else:
             operand_rows: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
-            offset = ctx.w1_offset + expert * (K // 128 * n_rows) + row0 + gl.arange(0, ROWS, layout=operand_rows)
+            offset = ctx.w1_offset + expert * (K // 128 * n_rows) + row0 + part0
+            offset = offset + gl.arange(0, ROWS, layout=operand_rows)
             acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, K, K_GROUP, False, PART, layout)
-        tokens = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))
+        token = along_tokens(spec, layout, PART)
         pool_scale = ctx.region(spec.offset.pool_x_scale, gl.float32) + (block % spec.ring_blocks) * spec.block_m
-        x_scale = gl.load(pool_scale + tokens, mask=tokens < valid, other=0.0, cache_modifier=".cg")
-        acc = acc * gl.load(ctx.w1_scale + expert * n_rows + rows)[:, None] * x_scale[None, :]
+        x_scale = gl.load(pool_scale + token, mask=token < valid, other=0.0, cache_modifier=".cg")
+        acc = acc * gl.load(ctx.w1_scale + expert * n_rows + row0 + along_weights(spec, layout, PART)) * x_scale
     return acc, step
 
 
 @gluon.jit
 def linear2(ctx, rings, step, tile, expert, PART: gl.constexpr, layout: gl.constexpr):
-    """The L2 accumulator of one partition, all scales applied: fp32 [ROWS, block_m]."""
+    """The L2 accumulator of one partition, all scales applied: fp32 [ROWS, tile_columns]."""
     spec: gl.constexpr = ctx.spec
     K: gl.constexpr = spec.padded_intermediate
     n_rows: gl.constexpr = spec.padded_hidden
-    row0 = tile * spec.block_n + PART * ROWS
-    rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    row0 = tile * spec.block_n
+    part0: gl.constexpr = 0 if spec.tokens_first else PART * ROWS
     if spec.recipe == "bf16":
         acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
-        w_scale = ctx.w2_scale + expert * (K // 128 * n_rows) + rows
-        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, K, H_GROUP, True, True, PART, layout)
+        w_scale = ctx.w2_scale + expert * (K // 128 * n_rows) + row0 + part0
+        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, 0, K, H_GROUP, True, True, PART, layout)
     else:
         if spec.recipe == "fp8":
-            acc, step = k_loop_fp8(spec, rings, step, ctx.w2_scale, 0, K, H_GROUP, False, True, PART, layout)
+            acc, step = k_loop_fp8(spec, rings, step, ctx.w2_scale, 0, 0, K, H_GROUP, False, True, PART, layout)
         else:
             operand_rows: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
-            offset = ctx.w2_offset + expert * (K // 128 * n_rows) + row0 + gl.arange(0, ROWS, layout=operand_rows)
+            offset = ctx.w2_offset + expert * (K // 128 * n_rows) + row0 + part0
+            offset = offset + gl.arange(0, ROWS, layout=operand_rows)
             acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, K, H_GROUP, True, PART, layout)
-        acc = acc * gl.load(ctx.w2_scale + expert * n_rows + rows)[:, None]
+        acc = acc * gl.load(ctx.w2_scale + expert * n_rows + row0 + along_weights(spec, layout, PART))
     return acc, step
 
 
 @gluon.jit
-def activate(ctx, rings, acc, count, block, tile, valid, PART: gl.constexpr):
-    """SwiGLU of one partition's tile, quantised under a scale shared with its neighbour, stored to the pool."""
-    spec: gl.constexpr = ctx.spec
-    warps: gl.constexpr = gl.num_warps()
-    columns: gl.constexpr = ROWS // 2
-    BLOCK_M: gl.constexpr = spec.block_m
-    pairs = acc.reshape((ROWS // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1))
-    gate, up = pairs.split()
-    gate = gate.reshape((columns, BLOCK_M))
-    up = up.reshape((columns, BLOCK_M))
-    layout: gl.constexpr = gate.type.layout
-    slot = (block % spec.ring_blocks) * spec.block_m
-    tokens = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))
-    weight = gl.load(ctx.region(spec.offset.pool_weight, gl.float32) + slot + tokens, mask=tokens < valid, other=0.0,
-                     cache_modifier=".cg")  # fmt: skip
-    out = swiglu(gate, up, weight[None, :], spec.clamp)
-    if spec.recipe == "bf16":
-        stored = out.to(gl.bfloat16)
-        vector: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, warps], [0, 1])
-        pool = ctx.region(spec.offset.pool_h, gl.bfloat16)
-    else:
-        group: gl.constexpr = PART // 2
-        mine = gl.max(gl.maximum(out, -out), 0)
-        half = (count & 1) * spec.math_partitions  # the neighbour may still read the other half
-        rings.amax.index(half + PART).store(mine)
-        cta_barrier()
-        mbarrier.arrive(rings.amax_full.index(group), count=1)
-        mbarrier.wait(rings.amax_full.index(group), count & 1)
-        other = rings.amax.index(half + (PART ^ 1)).load(gl.SliceLayout(0, layout))
-        scale, inverse = power_of_two_scale(gl.maximum(mine, other))
-        stored = (out * inverse[None, :]).to(gl.float8e4nv)
-        vector: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, warps], [0, 1])
-        pool = ctx.region(spec.offset.pool_h, gl.float8e4nv)
-        if PART % 2 == 0:
-            row = tile * (spec.block_n // 2 // H_GROUP) + group
-            scales = ctx.region(spec.offset.pool_h_scale, gl.float32)
-            gl.store(scales + row * spec.ring_rows + slot + tokens, scale, mask=tokens < valid)
-    stored = gl.convert_layout(stored, vector)
-    column = tile * (spec.block_n // 2) + PART * columns + gl.arange(0, columns, layout=gl.SliceLayout(1, vector))
-    token = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, vector))
-    target = pool + (slot + token).to(gl.int64)[None, :] * spec.padded_intermediate + column[:, None]
-    gl.store(target, stored, mask=(token < valid)[None, :])
-    # L2's loaders read this through TMA
-    fence_async_proxy(every_thread())
-
-
-@gluon.jit
-def store_accumulator(ctx, acc, block, tile, valid, PART: gl.constexpr, layout: gl.constexpr):
-    """Chain only: keep the L1 accumulator for the activation's own launch."""
-    spec: gl.constexpr = ctx.spec
-    rows = tile * spec.block_n + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    tokens = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))
-    pool_row = (block * spec.block_m + tokens).to(gl.int64)[None, :]
-    target = ctx.region(spec.offset.l1_acc, gl.float32) + pool_row * (2 * spec.padded_intermediate) + rows[:, None]
-    gl.store(target, acc, mask=(tokens < valid)[None, :])
-
-
-@gluon.jit
-def push(ctx, acc, block, tile, valid, PART: gl.constexpr):
-    """Round one partition's L2 tile to bf16 and write it to the ranks its tokens came from."""
-    spec: gl.constexpr = ctx.spec
-    warps: gl.constexpr = gl.num_warps()
-    vector: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, warps], [0, 1])
-    partial = gl.convert_layout(acc.to(gl.bfloat16), vector)
-    token = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, vector))
-    real = token < valid
-    slot = (block % spec.ring_blocks) * spec.block_m
-    origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + token, mask=real, other=0,
-                     cache_modifier=".cg")  # fmt: skip
-    source, entry, real = origin_of(spec, origin, real)
-    row = ctx.peer_region(source, spec.offset.partials, gl.bfloat16) + entry.to(gl.int64) * spec.padded_hidden
-    row = gl.multiple_of(row, 16)
-    column = tile * spec.block_n + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, vector))
-    gl.store(row[None, :] + column[:, None], partial, mask=real[None, :])
-
-
-@gluon.jit
 def math_role(ctx, rings, PART: gl.constexpr):
-    """One warpgroup of four warps: 64 weight rows of every tile of this CTA."""
+    """One warpgroup of four warps: 64 rows of every tile of this CTA."""
     spec: gl.constexpr = ctx.spec
-    BLOCK_M: gl.constexpr = spec.block_m
+    COLUMNS: gl.constexpr = spec.tile_columns
     k_instruction: gl.constexpr = 32 // spec.x_bytes
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
-                                                     instr_shape=[16, BLOCK_M, k_instruction])  # fmt: skip
+                                                     instr_shape=[16, COLUMNS, k_instruction])  # fmt: skip
     step = 0
     i = 0
     l1_count = 0
@@ -310,10 +305,12 @@ def math_role(ctx, rings, PART: gl.constexpr):
         if kind == LINEAR1:
             acc, step = linear1(ctx, rings, step, block, tile, expert, valid, PART, layout)
             middle = now(ctx)
-            if spec.phases == "fused":
-                activate(ctx, rings, acc, l1_count, block, tile, valid, PART)
-            else:
+            if spec.phases != "fused":
                 store_accumulator(ctx, acc, block, tile, valid, PART, layout)
+            elif spec.tokens_first:
+                activate_tokens_first(ctx, acc, block, tile, valid, PART)
+            else:
+                activate_weights_first(ctx, rings, acc, l1_count, block, tile, valid, PART)
             l1_count += 1
         else:
             acc, step = linear2(ctx, rings, step, tile, expert, PART, layout)
@@ -325,3 +322,5 @@ def math_role(ctx, rings, PART: gl.constexpr):
         release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)
+    if spec.phases == "fused":
+        combine_role(ctx, PART + 1, spec.math_partitions + 1, PART, i)

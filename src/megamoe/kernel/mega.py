@@ -15,20 +15,24 @@ from megamoe.kernel.linear import H_GROUP, math_role
 from megamoe.kernel.load import load_tokens_role, load_weights_role
 from megamoe.kernel.schedule import block_owner, first_blocks, rows_of_experts, schedule_role
 from megamoe.kernel.signal import signal_role
+from megamoe.kernel.trace import COMMUNICATE
 
 
 @gluon.jit
 def communicate_role(ctx):
-    """Four warps: dispatch at the start, combine at the end, while the math runs in between."""
+    """Four warps: dispatch at the start, combine as tokens come back, while the math runs."""
     spec: gl.constexpr = ctx.spec
+    event = 0
     if (spec.phases == "fused") | (spec.phases == "dispatch"):
-        dispatch_role(ctx)
-    if (spec.phases == "fused") | (spec.phases == "combine"):
-        combine_role(ctx)
+        event = dispatch_role(ctx)
+    if spec.phases == "fused":
+        combine_role(ctx, 0, spec.math_partitions + 1, COMMUNICATE, event)
+    if spec.phases == "combine":
+        combine_role(ctx, 0, 1, COMMUNICATE, event)
 
 
 @gluon.jit
-def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale,
+def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale,
                  pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
     """The call's number comes from the buffer, so that a captured launch can be replayed."""
     control = (buffer + spec.offset.control).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -36,15 +40,15 @@ def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1, w2, poo
     if (spec.phases == "fused") | (spec.phases == "dispatch"):
         # the launches of the chain after dispatch belong to the call that dispatch has begun
         epoch += 1
-    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1, w2, pool_x, pool_h, pool_x_scale,
+    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale,
                    pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+def moe_kernel(buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
                w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Arguments as in :class:`~megamoe.kernel.context.Context`."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
                        w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     rings = allocate_rings(ctx)
     fence_async_shared()
@@ -76,19 +80,19 @@ def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_sc
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def communicate_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+def communicate_kernel(buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
                w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Chain only: dispatch, or combine, alone in a launch."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
                        w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     communicate_role(ctx)
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+def activation_kernel(buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
                w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Chain only: SwiGLU and quantisation of the stored L1 accumulators, 16 pool rows by one scale group at a time."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
                        w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     experts: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
