@@ -101,7 +101,7 @@ def test_refusals(monkeypatch):
 @needs_triton
 def test_an_argument_without_a_type_is_named(monkeypatch):
     monkeypatch.setattr(offline, "SCALARS", {k: v for k, v in offline.SCALARS.items() if k != "y"})
-    with pytest.raises(offline.OfflineError, match="moe_kernel takes y, unknown"):
+    with pytest.raises(offline.OfflineError, match="moe_kernel takes y: name the type"):
         offline.compile_kernel(offline.policy_cases()[0])
 
 

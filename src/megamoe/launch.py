@@ -172,7 +172,6 @@ class InterpreterBackend:
             rank,
             tokens,
             m.pointer(self._y[rank], dtype="bfloat16"),
-            m.pointer(weights["w1"], dtype="int8"),
             *descriptors,
             *scales,
         ]
@@ -254,5 +253,4 @@ class GluonBackend:
         unused = torch.zeros(4, dtype=torch.float32, device=self.device)
         scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
         offsets = [weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")]
-        w1_data = weights["w1"].view(torch.int8)
-        return [buffer.memory.view(torch.int8), self._peers[rank], w1_data, *descriptors, *scales, *offsets]
+        return [buffer.memory.view(torch.int8), self._peers[rank], *descriptors, *scales, *offsets]

@@ -46,6 +46,7 @@ SCALARS = {
     "rank": "i32",
     "tokens": "i32",
     "y": "*bf16",
+    "w1_data": "*i8",
     "w1_scale": "*fp32",
     "w2_scale": "*fp32",
     "w1_offset": "*i32",
@@ -219,7 +220,7 @@ def _source(case: Case) -> object:
     function = getattr(mega, case.launch.kernel)
     missing = [n for n in function.arg_names if n not in types and n != "spec"]
     if missing:
-        raise OfflineError(f"{case.launch.kernel} takes {_names(missing)}, unknown to SCALARS")
+        raise OfflineError(f"{case.launch.kernel} takes {_names(missing)}: name the type in SCALARS")
     signature = {n: types.get(n, "constexpr") for n in function.arg_names}
     # tensors are aligned to 16 bytes, as a launch would find out
     aligned = {

@@ -79,7 +79,7 @@ def check_write(clock: Clock, runs: Runs, event: int, kind: int) -> None:
             )
             raise DataRace(
                 f"{KIND_NAMES[kind]} write of {where}, which {party(order.info[bad])} has read "
-                f"({KIND_NAMES[order.kinds[bad]]}) without an order between the two; "
+                f"({order.kind_name(bad)}) without an order between the two; "
                 "the reader must signal (release) and this task wait (acquire) in between"
             )
         # Atomics leave the readers on record: the next ordinary write must come after them too.
@@ -99,7 +99,7 @@ def _at(runs: Runs, shadow: object, bad: np.ndarray) -> str:
 def _race(
     order: Order, runs: Runs, shadow: object, ids: np.ndarray, bad: int, kind: int, verb: str
 ) -> str:
-    what = KIND_NAMES[order.kinds[bad]]
+    what = order.kind_name(bad)
     hint = "there is no release by the writer and acquire by this task between the two"
     if kind >= ATOMIC_GPU and order.kinds[bad] >= ATOMIC_GPU:
         hint = "atomics of gpu scope do not reach another rank; both need scope sys"

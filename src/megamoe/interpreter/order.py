@@ -268,6 +268,13 @@ class Order:
         self._np_kinds[old:n] = self.kinds[old:]
         self._mirrored = n
 
+    def kind_name(self, event: int) -> str:
+        """How an event accessed memory, for messages."""
+        kind = self.kinds[event]
+        if kind == ASYNC and self.slots[event] % SLOTS == MMAS:
+            return "WGMMA"
+        return KIND_NAMES[kind]
+
     # --- checks on arrays of event numbers --------------------------------------------------------
 
     def unordered(self, ids: np.ndarray, clock: Clock, atomic: int = -1) -> int:
@@ -278,10 +285,8 @@ class Order:
         if event is not None:
             return 0 if clock.knows(event) or self.compatible(event, atomic, clock) else event
         if ids.size <= _FEW:
-            for event in sorted(set(ids.ravel().tolist())):
-                if not clock.knows(event) and not self.compatible(event, atomic, clock):
-                    return event
-            return 0
+            late = [e for e in set(ids.ravel().tolist()) if not clock.knows(e)]
+            return min((e for e in late if not self.compatible(e, atomic, clock)), default=0)
         if int(np.maximum.reduce(ids, axis=None)) <= 0:
             return 0
         self._mirror()
@@ -310,12 +315,13 @@ class Order:
         """A generic write among `ids` that the async proxy may not see yet, or 0."""
         covered = clock.sseen if shared else clock.seen
         one = same(ids)
-        for event in sorted(set(ids.ravel().tolist())) if one is None else (one,):
+        late = 0
+        for event in set(ids.ravel().tolist()) if one is None else (one,):
             if event > 0 and self.kinds[event] != ASYNC:
                 slot = self.slots[event]
                 if slot >= covered.size or covered[slot] < self.clks[event]:
-                    return event
-        return 0
+                    late = event if not late else min(late, event)
+        return late
 
     # --- sets of readers --------------------------------------------------------------------------
 
@@ -324,13 +330,7 @@ class Order:
         key = (state, event)
         new = self._next_state.get(key)
         if new is None:
-            atomic = self.kinds[event] >= ATOMIC_GPU
-            keep = [
-                e
-                for e in self.states[state]
-                if e != event
-                and not (clock.knows(e) and (not atomic or self.kinds[e] >= ATOMIC_GPU))
-            ]
+            keep = [e for e in self.states[state] if not self._replaces(event, e, clock)]
             events = tuple(sorted([*keep, event]))
             new = self._state_ids.get(events)
             if new is None:
@@ -338,6 +338,12 @@ class Order:
                 self.states.append(events)
             self._next_state[key] = new
         return new
+
+    def _replaces(self, new: int, old: int, clock: Clock) -> bool:
+        """Whether whoever comes after the reading event `new` also comes after `old`."""
+        if self.kinds[new] >= ATOMIC_GPU > self.kinds[old]:
+            return False  # atomics look only at ordinary readers
+        return clock.knows(old) or self.slots[old] == self.slots[new]
 
     def after_reads(self, states: np.ndarray, event: int, clock: Clock) -> object:
         """`after_read` of every element; one number if it is the same for all."""

@@ -29,7 +29,17 @@ M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 class Instruction:
     """One instruction: guard predicate, dotted opcode, operand texts."""
 
-    __slots__ = ("guard", "name", "negated", "operands", "parts", "run", "text", "width")
+    __slots__ = (
+        "constants",
+        "guard",
+        "name",
+        "negated",
+        "operands",
+        "parts",
+        "run",
+        "text",
+        "width",
+    )
 
     def __init__(self, text: str):
         found = re.fullmatch(r"(?:@(!?)([%\w$]+)\s+)?([\w.:]+)\s*(.*)", text, re.S)
@@ -42,6 +52,10 @@ class Instruction:
         self.operands = _operands(found[4])
         self.width = width_of(self.parts)
         self.run = EVALUATE.get(self.parts[0])
+        # Source operands that are numbers, trimmed to the width; None for the others.
+        mask = (1 << max(self.width, 32)) - 1
+        numbers = [_immediate(o) for o in self.operands[1:]]
+        self.constants = [n if n is None else n & mask for n in numbers]
 
 
 class Block:
@@ -99,7 +113,9 @@ class Lanes:
         self.block, self.registers, self.place = block, names, place
         self.task = getcurrent()
         self.polled: list[tuple[int, DType]] = []
-        self.last_test = ("", None, None)
+        self.flags: dict[str, int] = {}  # registers that hold what was read from memory
+        self.distances: dict[str, tuple[int, int]] = {}  # differences of one, and its operands
+        self.last_test = ("", 0, 0, False)
 
     def value(self, text: str) -> object:
         got = self.registers.get(text)
@@ -181,13 +197,12 @@ class Lanes:
         for address, dtype in self.polled:
             alloc = task.machine.memory.at(address, address + dtype.itemsize)
             places.append((alloc, address - alloc.base))
-        compare, seen, wanted = self.last_test
+        compare, seen, wanted, holds = self.last_test
         task.timed = self.block.reads_timer
         names = ", ".join(a.describe(o) for a, o in dict.fromkeys(places))
-        # The loop goes on while the test holds; the wait ends when it does not.
+        until = "it is no longer" if holds else "it is"
         task.watch(
-            places,
-            lambda: f"polls {names}: it is {seen}, the loop goes on while it is {compare} {wanted}",
+            places, lambda: f"polls {names}: it is {seen}; goes on when {until} {compare} {wanted}"
         )
         self.polled.clear()
 
@@ -206,8 +221,20 @@ class Lanes:
         elif i.run is None:
             raise UnsupportedOperation(f"inline PTX: {i.name}")
         else:
-            value = i.run(i, [self.value(o) for o in i.operands[1:]])
-            self._assign(i.operands[0], value, mask)
+            values = [
+                self.value(o) if c is None else c
+                for o, c in zip(i.operands[1:], i.constants, strict=True)
+            ]
+            if op in ("sub", "mov") and i.operands[1] in self.flags:
+                self._follow_flag(i, values)
+            self._assign(i.operands[0], i.run(i, values), mask)
+
+    def _follow_flag(self, i: Instruction, values: list) -> None:
+        """A flag's value, or its distance from another number, goes to one more register."""
+        name = i.operands[0]
+        self.flags[name] = self.flags[i.operands[1]]
+        if len(values) == 2:
+            self.distances[name] = tuple(_signed(v, dt.int32) for v in values)
 
     def _assign(self, name: str, value: object, mask: object) -> None:
         if mask is not None and name in self.registers:
@@ -227,10 +254,10 @@ class Lanes:
                 if joined == "or"
                 else value ^ other
             )
-        elif not isinstance(value, np.ndarray) and not (
-            self.block.reads_timer and "64" in i.parts[-1]
-        ):
-            self.last_test = (word, a, b)
+        elif i.operands[1] in self.flags:
+            if b == 0:
+                a, b = self.distances.get(i.operands[1], (a, b))
+            self.last_test = (word, a, b, bool(value))
         names = i.operands[0].split("|")
         self._assign(names[0], value, mask)
         if len(names) > 1:
@@ -303,6 +330,8 @@ class Lanes:
             value[active] = [got[a] for a in address[active].tolist()]
         else:
             value = got[int(address)]
+            self.flags[i.operands[0]] = int(address)
+            self.distances.pop(i.operands[0], None)
         self._assign(i.operands[0], value, mask)
 
     def _store(self, i: Instruction, mask: object, sem: str, scope: str) -> None:
@@ -339,6 +368,7 @@ class Lanes:
         if i.parts[0] == "atom":
             shape = np.broadcast_shapes(*[np.shape(v) for v in (address, *values)])
             if not shape:
+                self.flags[i.operands[0]] = int(address)
                 self._assign(i.operands[0], olds[0], mask)
                 return
             out = np.zeros(shape, np.int64)
@@ -371,43 +401,47 @@ def _bits(x: Tensor) -> np.ndarray:
     return raw.view(f"u{raw.dtype.itemsize}").astype(np.int64)
 
 
-def _to_registers(
-    bits: np.ndarray, width: int, pack: int, shape: tuple[int, ...]
-) -> list[np.ndarray]:
+def _to_registers(x: Tensor, pack: int, shape: tuple[int, ...]) -> list[np.ndarray]:
     """Register arrays (one element a group of `pack`) of a tensor broadcast to `shape`."""
+    width = x.dtype.itemsize * 8
     if pack == 1:
-        return [bits]
-    groups = np.broadcast_to(bits, shape).reshape(*shape[:-1], shape[-1] // pack, pack)
-    per = max(1, 32 // width) if width < 32 else 1
-    out = []
-    for first in range(0, pack, per):
-        word = groups[..., first]
-        for j in range(1, min(per, pack - first)):
-            word = word | groups[..., first + j] << (width * j)
-        out.append(word)
-    return out
+        return [_bits(x)]
+    groups = (*shape[:-1], shape[-1] // pack)
+    if width < 32 and pack * width % 32 == 0:
+        raw = dt.encode(np.broadcast_to(x.v, shape), x.dtype)
+        words = np.ascontiguousarray(raw).view(np.uint32).astype(np.int64)
+        words = words.reshape(*groups, pack * width // 32)
+        return [words[..., k] for k in range(words.shape[-1])]
+    lanes = np.broadcast_to(_bits(x), shape).reshape(*groups, pack)
+    if width >= 32:
+        return [lanes[..., k] for k in range(pack)]
+    word = lanes[..., 0]
+    for k in range(1, pack):
+        word = word | lanes[..., k] << (width * k)
+    return [word]
 
 
 def _from_registers(words: list[object], dtype: DType, pack: int, shape: tuple[int, ...]) -> Tensor:
-    width = dtype.bits if dtype.kind != "b" else 8
-    per = max(1, 32 // width) if width < 32 and pack > 1 else 1
+    """The tensor of `shape` whose groups of `pack` elements these registers hold."""
+    width = dtype.itemsize * 8
     if pack == 1 and not isinstance(words[0], np.ndarray) and dtype.kind in "iu":
         value = _signed(int(words[0]), dtype)
         if not shape:
             return Scalar(value, dtype)
         return Tensor(np.full(shape, value, dtype.calc), dtype, value, value)
+    arrays = [w if isinstance(w, np.ndarray) else np.int64(_as_int64(w)) for w in words]
     grouped = shape if pack == 1 else (*shape[:-1], shape[-1] // pack)
-    out = np.empty((*grouped, pack), np.int64)
-    for k in range(pack):
-        word = words[k // per]
-        if not isinstance(word, np.ndarray):
-            word = np.int64(_as_int64(word))
-        out[..., k] = word >> (width * (k % per)) if per > 1 else word
-    out = out.reshape(shape)
-    if width == 64:
-        raw = out.view(dtype.store if dtype.kind != "p" else np.int64)
+    if width < 32 and pack * width % 32 == 0:
+        out = np.empty((*grouped, len(arrays)), np.uint32)
+        for k, word in enumerate(arrays):
+            out[..., k] = word
+        raw = out.reshape(-1).view(dtype.store).reshape(shape)
     else:
-        raw = (out & ((1 << width) - 1)).astype(f"u{width // 8}").view(dtype.store)
+        out = np.empty((*grouped, pack), np.int64)
+        for k in range(pack):
+            out[..., k] = arrays[k] if width >= 32 else arrays[0] >> (width * k)
+        store = np.dtype(np.int64) if dtype.kind == "p" else dtype.store
+        raw = out.reshape(shape).astype(f"u{width // 8}").view(store)
     return wrap(dt.decode(raw, dtype), dtype)
 
 
@@ -482,8 +516,7 @@ def _input_registers(inputs: list[Tensor], shape: tuple[int, ...], pack: int) ->
         )
     out = []
     for x in inputs:
-        width = 8 if x.dtype.kind == "b" else x.dtype.bits
-        out += _to_registers(_bits(x), width, pack, shape)
+        out += _to_registers(x, pack, shape)
     return out
 
 

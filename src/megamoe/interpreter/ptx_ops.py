@@ -13,6 +13,7 @@ import numpy as np
 from .errors import UnsupportedOperation
 
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+_NIBBLE_SHIFTS = np.array([0, 4, 8, 12])
 
 
 def width_of(parts: list[str]) -> int:
@@ -68,29 +69,27 @@ def _sub(i: object, v: list) -> object:
 def _mul(i: object, v: list) -> object:
     if _kind(i.parts) == "f":
         return _float(i, np.multiply, v)
+    if "wide" not in i.parts and "hi" not in i.parts:
+        return _trim(v[0] * v[1], i.width)
     a, b = _typed(i, v[0]), _typed(i, v[1])
     if "wide" in i.parts:
         return _trim(a * b, 64)
-    if "hi" in i.parts:
-        if i.width != 32:
-            raise UnsupportedOperation(f"inline PTX: {i.name}")
-        return _trim((a * b) >> 32, 32)
-    return _trim(a * b, i.width)
+    if i.width != 32:
+        raise UnsupportedOperation(f"inline PTX: {i.name}")
+    return _trim((a * b) >> 32, 32)
 
 
 def _mad(i: object, v: list) -> object:
     if "wide" in i.parts:
         return _trim(_mul(i, v) + v[2], 64)
-    return _trim(_mul(i, v) + v[2], i.width)
+    if "hi" in i.parts or _kind(i.parts) == "f":
+        return _trim(_mul(i, v) + v[2], i.width)
+    return _trim(v[0] * v[1] + v[2], i.width)
 
 
 def _logic(op: Callable) -> Callable:
-    def run(i: object, v: list) -> object:
-        if i.width == 1:
-            return op(v[0], v[1])
-        return _trim(op(v[0], v[1]), i.width)
-
-    return run
+    """Of operands that already have the width of the instruction."""
+    return lambda i, v: op(v[0], v[1])
 
 
 def _not(i: object, v: list) -> object:
@@ -154,21 +153,45 @@ def _prmt(i: object, v: list) -> object:
     if len(i.parts) > 2:
         raise UnsupportedOperation(f"inline PTX: {i.name}")
     low, high, selector = v
-    scalar = not any(isinstance(x, np.ndarray) for x in v)
-    pool = np.asarray(low, np.int64) | np.asarray(high, np.int64) << 32
-    selector = np.asarray(selector, np.int64)
-    out = np.zeros(np.broadcast_shapes(pool.shape, selector.shape), np.int64)
-    spreads = bool((selector & 0x8888).any())
+    if not any(isinstance(x, np.ndarray) for x in v):
+        return _prmt_number(low | high << 32, selector)
+    shape = np.broadcast_shapes(*[np.shape(x) for x in v])
+    pool = np.empty((*shape, 2), np.uint32)
+    pool[..., 0], pool[..., 1] = low, high
+    nibbles = np.asarray(selector)[..., None] >> _NIBBLE_SHIFTS
+    first_byte = np.arange(0, 8 * pool.size // 2, 8).reshape(*shape, 1)
+    got = pool.reshape(-1).view(np.uint8)[(nibbles & 7) + first_byte]
+    if (nibbles & 8).any():
+        got = np.where(nibbles & 8, (got >> 7) * np.uint8(255), got)
+    return got.reshape(-1).view(np.uint32).reshape(shape).astype(np.int64)
+
+
+def _prmt_number(pool: int, selector: int) -> int:
+    out = 0
     for byte in range(4):
-        got = (pool >> (((selector >> (4 * byte)) & 7) << 3)) & 0xFF
-        if spreads:
-            got = np.where(selector >> (4 * byte + 3) & 1, (got >> 7) * 0xFF, got)
-        out |= got << (8 * byte)
-    return int(out) if scalar else out
+        nibble = selector >> (4 * byte) & 15
+        got = pool >> (8 * (nibble & 7)) & 0xFF
+        out |= ((got >> 7) * 0xFF if nibble & 8 else got) << (8 * byte)
+    return out
+
+
+# Usual tables, with fewer operations than their sums of products.
+_LOP3: dict[int, Callable] = {
+    0xEA: lambda a, b, c: a & b | c,
+    0xF8: lambda a, b, c: a | b & c,
+    0xA8: lambda a, b, c: (a | b) & c,
+    0xCA: lambda a, b, c: a & b | ~a & c,
+    0x96: lambda a, b, c: a ^ b ^ c,
+    0x80: lambda a, b, c: a & b & c,
+    0xFE: lambda a, b, c: a | b | c,
+}
 
 
 def _lop3(i: object, v: list) -> object:
     a, b, c, table = v
+    short = _LOP3.get(table)
+    if short is not None:
+        return short(a, b, c)
     out = 0
     for k in range(8):
         if table >> k & 1:

@@ -13,7 +13,7 @@ from .arith import cast
 from .dtypes import DType
 from .errors import OutOfBounds, ProxyFault, SharedMemoryRace, UnsupportedOperation, UnwrittenRead
 from .faults import line, party, where
-from .order import ASYNC, GENERIC, IN_FLIGHT, KIND_NAMES, UNWRITTEN, Clock, same
+from .order import ASYNC, GENERIC, IN_FLIGHT, UNWRITTEN, Clock, same
 from .values import ANY_LAYOUT, Tensor, as_tensor, shape_of, wrap
 
 _NAMES: dict[tuple, str] = {}
@@ -318,7 +318,7 @@ def check_shared_write(clock: Clock, view: SharedMemory, event: int, verb: str) 
     if bad:
         raise SharedMemoryRace(
             f"{verb} {view.name}, which {party(order.info[bad])} "
-            f"({KIND_NAMES[order.kinds[bad]]} read) "
+            f"({order.kind_name(bad)} read) "
             "has not released: wait for its arrival at an mbarrier first"
         )
     view.read[...] = 0

@@ -18,7 +18,6 @@ class Context:
     epoch: gl.tensor
     counter_set: gl.tensor
     y: gl.tensor  # bfloat16 pointer [tokens, hidden]
-    w1_data: gl.tensor  # int8 pointer to what w1 describes
     w1: tma.tensor_descriptor
     w2: tma.tensor_descriptor
     pool_x: tma.tensor_descriptor
@@ -31,7 +30,7 @@ class Context:
     w2_offset: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, spec, buffer, peers, rank, tokens, epoch, counter_set, y, w1_data, w1, w2, pool_x, pool_h,
+    def __init__(self, spec, buffer, peers, rank, tokens, epoch, counter_set, y, w1, w2, pool_x, pool_h,
                  pool_x_scale, pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
         self.spec = gl.constexpr(spec)
         self.buffer = buffer
@@ -41,7 +40,6 @@ class Context:
         self.epoch = epoch
         self.counter_set = counter_set
         self.y = y
-        self.w1_data = w1_data
         self.w1 = w1
         self.w2 = w2
         self.pool_x = pool_x

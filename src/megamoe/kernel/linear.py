@@ -16,33 +16,42 @@ from megamoe.kernel.trace import now, record
 
 K_GROUP = gl.constexpr(128)  # K between two promotions where no scale asks for more
 
-# Four 4-bit codes of k and four of k + 32 in a word -> two registers of e4m3.  A code of magnitude v becomes
-# v * 2^(d - 4): two byte permutes look it up in a table of eight, built from the offset d of its (row, 32) block.
-_EXPAND = """
+# A code of magnitude v becomes the e4m3 value v * 2^(d - 4), d being the exponent offset of its (row, 32) block: a
+# table of eight bytes a block, in two registers.  $0, $1 table of the low codes, $2, $3 of the high; $4, $5 offsets.
+TABLES = gl.constexpr("""
+mad.lo.u32 $0, $4, 0x08080800, 0x1c181000;
+mad.lo.u32 $1, $4, 0x08080808, 0x2c282420;
+mad.lo.u32 $2, $5, 0x08080800, 0x1c181000;
+mad.lo.u32 $3, $5, 0x08080808, 0x2c282420;
+""")
+# Four codes of k and four of k + 32 in a word -> two registers of e4m3: one byte permute looks four codes up.
+# $0, $1 results; $2 the word; $3, $7, $11, $15 the tables (each given once for every byte of the word).
+EXPAND = gl.constexpr("""
 {
-.reg .b32 sel, sel2, l0, l1, h0, h1, ra, rb, sb;
-mad.lo.u32 l0, $3, 0x08080800, 0x1c181000;
-mad.lo.u32 l1, $3, 0x08080808, 0x2c282420;
-mad.lo.u32 h0, $7, 0x08080800, 0x1c181000;
-mad.lo.u32 h1, $7, 0x08080808, 0x2c282420;
+.reg .b32 sel, sel2, ra, rb, sb;
 and.b32 sel, $2, 0x77777777;
 shr.u32 sel2, sel, 16;
-prmt.b32 ra, l0, l1, sel;
-prmt.b32 rb, h0, h1, sel2;
+prmt.b32 ra, $3, $7, sel;
+prmt.b32 rb, $11, $15, sel2;
 shl.b32 sb, $2, 4;
 lop3.b32 $0, $2, 0x80808080, ra, 0xEA;
 lop3.b32 $1, sb, 0x80808080, rb, 0xEA;
 }
-"""
-EXPAND = gl.constexpr(_EXPAND)
+""")
 
 
 @gluon.jit
-def expand_codes(codes, low_offset, high_offset):
-    """int8 [rows, 32] words of eight e2m1 codes, int32 [rows, 32] offsets -> two e4m3 [rows, 32] of adjacent K."""
-    low, high = gl.inline_asm_elementwise(EXPAND, "=r,=r,r,r,r,r,r,r,r,r,r", [codes, low_offset, high_offset],
-                                          dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4)  # fmt: skip
-    return low, high
+def code_tables(low_offset, high_offset):
+    """int32 offsets of rows' low and high blocks -> their four table registers."""
+    return gl.inline_asm_elementwise(TABLES, "=&r,=&r,=&r,=&r,r,r", [low_offset, high_offset],
+                                     dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def expand_codes(codes, low0, low1, high0, high1):
+    """int8 [rows, 32] words of eight e2m1 codes and int32 [rows, 32] tables -> two e4m3 [rows, 32] of adjacent K."""
+    return gl.inline_asm_elementwise(EXPAND, "=&r,=&r" + ",r" * 17, [codes, low0, low1, high0, high1],
+                                     dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4)  # fmt: skip
 
 
 @gluon.jit
@@ -64,11 +73,16 @@ def operands(spec: gl.constexpr, rings, stage, PART: gl.constexpr):
 @gluon.jit
 def token_scales(spec: gl.constexpr, rings, stage, G: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):
     """Scales of the stage's tokens for its K group G, to be multiplied to an accumulator."""
-    scales = rings.x_scale.index(stage).slice(G, 1, 0)
     if spec.tokens_first:
-        return scales.slice(PART * ROWS, ROWS, 1).permute((1, 0)).load(layout)
+        # a plain view: Triton 3.6 reads a transposed unswizzled tile from the wrong addresses
+        HALVES: gl.constexpr = spec.block_m // ROWS
+        VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        STAGES: gl.constexpr = spec.stages
+        PER_STAGE: gl.constexpr = spec.stage_scale_rows * HALVES
+        plain = rings.x_scale._reinterpret(gl.float32, [STAGES * PER_STAGE, ROWS], VIEW)
+        return plain.index(stage * PER_STAGE + G * HALVES + PART).load(gl.SliceLayout(1, layout))[:, None]
     else:
-        return scales.load(layout)
+        return rings.x_scale.index(stage).slice(G, 1, 0).load(layout)
 
 
 @gluon.jit
@@ -146,8 +160,9 @@ def mma_slice(w, x, low_offsets, high_offsets, part, J: gl.constexpr, operand: g
     """Add the product over k = 64 J .. + 63, whose codes are bytes 32 J .. + 31 of a row."""
     codes = w.slice(32 * J, 32, 1).load(operand)
     zero = gl.zeros((ROWS, 32), gl.int32, operand)
-    low, high = expand_codes(codes, ((low_offsets >> (8 * J)) & 0xFF)[:, None] + zero,
-                             ((high_offsets >> (8 * J)) & 0xFF)[:, None] + zero)  # fmt: skip
+    low0, low1, high0, high1 = code_tables((low_offsets >> (8 * J)) & 0xFF, (high_offsets >> (8 * J)) & 0xFF)
+    low, high = expand_codes(codes, low0[:, None] + zero, low1[:, None] + zero, high0[:, None] + zero,
+                             high1[:, None] + zero)  # fmt: skip
     part = warpgroup_mma(low, x.slice(64 * J, 32, 0), part, is_async=True)
     return warpgroup_mma(high, x.slice(64 * J + 32, 32, 0), part, is_async=True)
 

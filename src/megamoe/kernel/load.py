@@ -5,7 +5,7 @@ They walk the same tasks and the same stages; a stage is full when the bytes of 
 
 from megamoe.kernel.compat import gl, gluon, mbarrier, tma_load
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
-from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, fence_async_proxy, prefetch_to_l2, wait_gpu
+from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, fence_async_proxy, wait_gpu
 from megamoe.kernel.trace import LOAD_TOKENS, LOAD_WEIGHTS, now, record
 
 
@@ -43,27 +43,12 @@ def load_token_tile(desc, scales, row, rings, step, STEPS: gl.constexpr, SCALE_R
 
 
 @gluon.jit
-def prefetch_first_tile(ctx, kind, tile, expert):
-    """Decode only: while the first rows are on their way, bring what the ring cannot hold of the first tile into L2."""
-    spec: gl.constexpr = ctx.spec
-    pitch: gl.constexpr = spec.padded_hidden * spec.weight_bits // 8
-    ahead: gl.constexpr = spec.stages * spec.block_k * spec.weight_bits // 8
-    if (spec.block_m <= 32) & (pitch > ahead):
-        lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        row = expert.to(gl.int64) * (2 * spec.padded_intermediate) + tile * spec.block_n
-        if kind == LINEAR1:
-            for i in range(spec.block_n // 32):
-                prefetch_to_l2(ctx.w1_data + (row + i * 32 + lane) * pitch + ahead, lane * 0 + (pitch - ahead))
-
-
-@gluon.jit
 def load_weights_role(ctx, rings):
     """One warp.  Weights depend on nobody: it runs ahead as far as the ring allows."""
     spec: gl.constexpr = ctx.spec
     step = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
-    prefetch_first_tile(ctx, kind, tile, expert)
     while kind != DONE:
         begin = now(ctx)
         if kind == LINEAR1:

@@ -32,7 +32,7 @@ def communicate_role(ctx):
 
 
 @gluon.jit
-def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale,
+def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale,
                  pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
     """The call's number comes from the buffer, so that a captured launch can be replayed."""
     control = (buffer + spec.offset.control).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -40,15 +40,15 @@ def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1_data, w1
     if (spec.phases == "fused") | (spec.phases == "dispatch"):
         # the launches of the chain after dispatch belong to the call that dispatch has begun
         epoch += 1
-    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale,
+    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1, w2, pool_x, pool_h, pool_x_scale,
                    pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def moe_kernel(buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
                w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Arguments as in :class:`~megamoe.kernel.context.Context`."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
                        w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     rings = allocate_rings(ctx)
     fence_async_shared()
@@ -80,19 +80,19 @@ def moe_kernel(buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, 
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def communicate_kernel(buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+def communicate_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
                w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Chain only: dispatch, or combine, alone in a launch."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
                        w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     communicate_role(ctx)
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def activation_kernel(buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
+def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
                w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
     """Chain only: SwiGLU and quantisation of the stored L1 accumulators, 16 pool rows by one scale group at a time."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1_data, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
+    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
                        w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     experts: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])

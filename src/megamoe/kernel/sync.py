@@ -95,8 +95,6 @@ done:
 }
 """
 REPORT = gl.constexpr(_REPORT)
-# $1 address, $2 bytes
-PREFETCH = gl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2;")
 PROXY_FENCE = gl.constexpr("fence.proxy.async; mov.b32 $0, $1;")
 
 
@@ -130,12 +128,6 @@ def report(status, PHASE: gl.constexpr, index, seen, failed):
 def fence_async_proxy(x):
     """Order ordinary accesses with TMA accesses.  `x` (int32) only places the fence in every thread that holds it."""
     return gl.inline_asm_elementwise(PROXY_FENCE, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def prefetch_to_l2(pointers, nbytes):
-    """Ask for `nbytes` (int32, a multiple of 16) at each pointer to be brought into the L2 cache."""
-    gl.inline_asm_elementwise(PREFETCH, "=r,l,r", [pointers, nbytes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
