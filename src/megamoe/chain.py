@@ -1,7 +1,8 @@
-"""The unfused five-step chain: dispatch, L1, activation and quantisation, L2, combine, a launch each.
+"""The unfused five-step chain: dispatch, L1, activation and quantisation, L2, combine, a launch
+each.
 
-The launches run the roles of the mega-kernel one after another (:data:`megamoe.launch.CHAIN`), over a pool that holds
-every block at once.  It is the baseline for time and the oracle for bits.
+The launches run the roles of the mega-kernel one after another (:data:`megamoe.launch.CHAIN`),
+over a pool that holds every block at once.  It is the baseline for time and the oracle for bits.
 """
 
 from __future__ import annotations

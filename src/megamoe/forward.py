@@ -21,17 +21,24 @@ class MegaMoE:
     """One MoE layer: `y = moe(x=..., topk_idx=..., topk_weights=...)` in one kernel launch a rank.
 
     config: shapes and number formats.
-    weights: :func:`~megamoe.weights.pack_weights` of every rank; all ranks are computed in this process.
-    backend: "interpreter" (simulated ranks on the CPU), "gluon" (compiled, the ranks share this process's GPU), or
-        "auto": a GPU with WGMMA if there is one, else the interpreter; the attribute `backend` says which it is.
-    programs: programs (CTAs) of the grid on each rank; None for an equal share of the GPU's SMs less
+    weights: :func:`~megamoe.weights.pack_weights` of every rank; all ranks are computed in this
+    process.
+    backend: "interpreter" (simulated ranks on the CPU), "gluon" (compiled, the ranks share this
+    process's GPU), or
+        "auto": a GPU with WGMMA if there is one, else the interpreter; the attribute `backend`
+        says which it is.
+    programs: programs (CTAs) of the grid on each rank; None for an equal share of the GPU's SMs
+    less
         `config.reserve_sms`, or 2 on the interpreter.
     seed: of the interpreter's scheduler; the same seed is the same run.
-    trace_events: events of a timeline that each role of a program can record in a fused call; 0 for none.
+    trace_events: events of a timeline that each role of a program can record in a fused call; 0
+    for none.
 
-    A call takes and returns one tensor a rank, in lists, or bare tensors where there is one rank.  x [t, hidden] is
-    bf16, or e4m3 with `x_scale`; topk_idx [t, topk] int32 or int64, -1 skips a slot; topk_weights [t, topk] fp32.
-    Inputs that do not fit raise :class:`~megamoe.config.MegaMoEInputError` before anything is written.
+    A call takes and returns one tensor a rank, in lists, or bare tensors where there is one rank.
+    x [t, hidden] is bf16, or e4m3 with `x_scale`; topk_idx [t, topk] int32 or int64, -1 skips a
+    slot; topk_weights [t, topk] fp32.
+    Inputs that do not fit raise :class:`~megamoe.config.MegaMoEInputError` before anything is
+    written.
     """
 
     def __init__(
@@ -46,10 +53,14 @@ class MegaMoE:
     ) -> None:
         weights = [weights] if isinstance(weights, KernelWeights) else list(weights)
         if len(weights) != config.ranks:
-            raise ValueError(f"the weights of all {config.ranks} ranks are needed, got {len(weights)}")
+            raise ValueError(
+                f"the weights of all {config.ranks} ranks are needed, got {len(weights)}"
+            )
         for rank, w in enumerate(weights):
             if w.rank != rank or w.config != config:
-                raise ValueError(f"weights[{rank}] was packed for rank {w.rank} of {w.config}, not of {config}")
+                raise ValueError(
+                    f"weights[{rank}] was packed for rank {w.rank} of {w.config}, not of {config}"
+                )
         self.config = config
         self.backend = choose_backend(backend, config)
         self.launches: list[list[str]] = []
@@ -60,13 +71,23 @@ class MegaMoE:
         self._chain: InterpreterBackend | GluonBackend | None = None
 
     def __call__(
-        self, *, x: Tensors, topk_idx: Tensors, topk_weights: Tensors, x_scale: Tensors | None = None
+        self,
+        *,
+        x: Tensors,
+        topk_idx: Tensors,
+        topk_weights: Tensors,
+        x_scale: Tensors | None = None,
     ) -> Tensors:
         """The forward in one launch a rank; y is bf16 [t, hidden]."""
         return self._run(self._fused, FUSED, x, topk_idx, topk_weights, x_scale)
 
     def chain(
-        self, *, x: Tensors, topk_idx: Tensors, topk_weights: Tensors, x_scale: Tensors | None = None
+        self,
+        *,
+        x: Tensors,
+        topk_idx: Tensors,
+        topk_weights: Tensors,
+        x_scale: Tensors | None = None,
     ) -> Tensors:
         """The same forward as five launches a rank, bit-equal to the fused one."""
         if self._chain is None:
@@ -83,7 +104,9 @@ class MegaMoE:
         return formats.dequantise_x(values, scale, x_scales=self.config.x_scales)
 
     def check(self) -> None:
-        """Raise :class:`~megamoe.symmetric.MegaMoEError` if the kernel gave up.  Waits for a GPU to finish."""
+        """Raise :class:`~megamoe.symmetric.MegaMoEError` if the kernel gave up.  Waits for a GPU
+        to finish.
+        """
         for backend in (self._fused, self._chain):
             for rank, buffer in enumerate(backend.buffers if backend else ()):
                 buffer.check(rank=rank)
@@ -94,12 +117,16 @@ class MegaMoE:
 
     @property
     def tokens_per_expert(self) -> torch.Tensor:
-        """Rows each expert received in the last fused call, masked slots not counted: int64 [experts]."""
+        """Rows each expert received in the last fused call, masked slots not counted: int64
+        [experts].
+        """
         return torch.cat([buffer.received().sum(dim=0) for buffer in self._fused.buffers]).cpu()
 
     @property
     def inexact(self) -> dict[str, int]:
-        """Values that one scale a row could not hold exactly: of the weights, and of x over all fused calls."""
+        """Values that one scale a row could not hold exactly: of the weights, and of x over all
+        fused calls.
+        """
         return {
             "weights": sum(w.inexact for w in self._weights),
             "x": sum(buffer.inexact() for buffer in self._fused.buffers),
@@ -107,7 +134,11 @@ class MegaMoE:
 
     def _make_backend(self, plan: Plan) -> InterpreterBackend | GluonBackend:
         if self.backend == "gluon":
-            return GluonBackend(plan=plan, weights=self._weights, device=torch.device("cuda", torch.cuda.current_device()))
+            return GluonBackend(
+                plan=plan,
+                weights=self._weights,
+                device=torch.device("cuda", torch.cuda.current_device()),
+            )
         return InterpreterBackend(plan=plan, weights=self._weights, seed=self._seed)
 
     def _run(
@@ -128,7 +159,9 @@ class MegaMoE:
         y = backend.run(launches, policies, tokens)
         if self.backend == "interpreter":
             self.check()
-        self.launches = [[f"{launch.kernel}[{launch.phases}]" for launch in launches] for _ in inputs]
+        self.launches = [
+            [f"{launch.kernel}[{launch.phases}]" for launch in launches] for _ in inputs
+        ]
         return y[0] if bare else y
 
     def _inputs(
@@ -141,11 +174,18 @@ class MegaMoE:
         lists = {name: [v] if isinstance(v, torch.Tensor) else list(v) for name, v in given.items()}
         for name, values in lists.items():
             if len(values) != self.config.ranks:
-                raise ValueError(f"{name}: one tensor for each of {self.config.ranks} ranks, got {len(values)}")
+                raise ValueError(
+                    f"{name}: one tensor for each of {self.config.ranks} ranks, got {len(values)}"
+                )
         # on a GPU the kernel itself looks at the ids: reading them here would wait for the device
         check_ids = self.backend == "interpreter"
         checked = [
-            validate_inputs(self.config, rank=rank, check_ids=check_ids, **{n: v[rank] for n, v in lists.items()})
+            validate_inputs(
+                self.config,
+                rank=rank,
+                check_ids=check_ids,
+                **{n: v[rank] for n, v in lists.items()},
+            )
             for rank in range(self.config.ranks)
         ]
         return [i if i.x_scale is not None else self._quantised(i) for i in checked]

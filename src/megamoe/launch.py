@@ -52,14 +52,24 @@ def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
     w_dtype = {"bf16": "bfloat16", "mxfp4": "int8"}.get(config.recipe, "float8e4nv")
     x_dtype = "bfloat16" if config.recipe == "bf16" else "float8e4nv"
     packed = 2 if config.recipe == "mxfp4" else 1
-    experts, hidden, intermediate = config.experts_per_rank, config.padded_hidden, config.padded_intermediate
+    experts, hidden, intermediate = (
+        config.experts_per_rank,
+        config.padded_hidden,
+        config.padded_intermediate,
+    )
     w_box = (spec.block_n, spec.block_k // packed)
     x_box = (spec.block_m, spec.block_k)
 
     def scales(rows: int, k: int) -> Tile:
         """Scales of K groups; where a recipe has none in the K loop, one box that nobody loads."""
         if rows == 0:
-            return Tile(spec.stage_scale_rows, spec.block_m, "float32", (spec.stage_scale_rows, spec.block_m), used=False)
+            return Tile(
+                spec.stage_scale_rows,
+                spec.block_m,
+                "float32",
+                (spec.stage_scale_rows, spec.block_m),
+                used=False,
+            )
         return Tile(k // (spec.block_k // rows), spec.ring_rows, "float32", (rows, spec.block_m))
 
     return {
@@ -73,14 +83,20 @@ def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
 
 
 def shared_layout(tile: Tile) -> object:
-    """Shared memory layout of a box: swizzled for WGMMA, plain for scales, which are read a row at a time."""
+    """Shared memory layout of a box: swizzled for WGMMA, plain for scales, which are read a row at
+    a time.
+    """
     if tile.dtype == "float32":
         return compat.gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return compat.gl.NVMMASharedLayout.get_default_for(list(tile.box), getattr(compat.gl, tile.dtype))
+    return compat.gl.NVMMASharedLayout.get_default_for(
+        list(tile.box), getattr(compat.gl, tile.dtype)
+    )
 
 
 class InterpreterBackend:
-    """Every rank in this process, on the CPU; each rank's buffer is ordinary memory the others can address."""
+    """Every rank in this process, on the CPU; each rank's buffer is ordinary memory the others can
+    address.
+    """
 
     name = "interpreter"
 
@@ -98,16 +114,28 @@ class InterpreterBackend:
         config = plan.config
         self.machine = Machine(ranks=config.ranks, seed=seed, expire_deadlines=expire_deadlines)
         self.buffers = [SymmetricBuffer.allocate(plan=plan) for _ in range(config.ranks)]
-        self.y = [torch.zeros(config.capacity, config.hidden, dtype=torch.bfloat16) for _ in range(config.ranks)]
+        self.y = [
+            torch.zeros(config.capacity, config.hidden, dtype=torch.bfloat16)
+            for _ in range(config.ranks)
+        ]
         m = self.machine
         self._buffer = [m.register(r, b.memory, name="buffer") for r, b in enumerate(self.buffers)]
         self._y = [m.register(r, y.view(torch.int16), name="y") for r, y in enumerate(self.y)]
         for registered in self._buffer:
             for region in plan.regions:
                 if region.nbytes:
-                    m.label(registered, region.offset, region.nbytes, region.name, ITEMSIZE[region.dtype])
+                    m.label(
+                        registered,
+                        region.offset,
+                        region.nbytes,
+                        region.name,
+                        ITEMSIZE[region.dtype],
+                    )
         base = [registered.address for registered in self._buffer]
-        distance = [torch.tensor([b - base[r] for b in base], dtype=torch.int64) for r in range(config.ranks)]
+        distance = [
+            torch.tensor([b - base[r] for b in base], dtype=torch.int64)
+            for r in range(config.ranks)
+        ]
         self._peers = [m.register(r, d, name="peers") for r, d in enumerate(distance)]
         self._weights = [self._register(r, w) for r, w in enumerate(weights)]
 
@@ -121,7 +149,9 @@ class InterpreterBackend:
     def run(
         self, launches: Sequence[Launch], policies: Sequence[TilePolicy], tokens: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run the launches on every rank; ranks may drift apart.  Returns y [tokens, hidden] for each rank."""
+        """Run the launches on every rank; ranks may drift apart.  Returns y [tokens, hidden] for
+        each rank.
+        """
         for rank, buffer in enumerate(self.buffers):
             self._poison(rank, buffer)
         for rank, policy in enumerate(policies):
@@ -154,11 +184,15 @@ class InterpreterBackend:
             "pool_h_scale": (buffer, spec.offset.pool_h_scale),
         }
         descriptors = [
-            m.descriptor(*where[name], shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box))
+            m.descriptor(
+                *where[name], shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box)
+            )
             for name, t in tiles(self.plan.config, spec).items()
         ]
         scales = [
-            m.pointer(weights[name], dtype=dtype) if name in weights else m.pointer(buffer, dtype=dtype)
+            m.pointer(weights[name], dtype=dtype)
+            if name in weights
+            else m.pointer(buffer, dtype=dtype)
             for name, dtype in (
                 ("w1_scale", "float32"),
                 ("w2_scale", "float32"),
@@ -180,21 +214,31 @@ class InterpreterBackend:
 class GluonBackend:
     """Compiled, on this process's GPU.
 
-    One rank has the whole GPU.  Several ranks are simulated on it: each gets its share of the SMs, a stream and a
-    buffer of its own, and runs at the same time as the others.
+    One rank has the whole GPU.  Several ranks are simulated on it: each gets its share of the SMs,
+    a stream and a buffer of its own, and runs at the same time as the others.
     """
 
     name = "gluon"
 
-    def __init__(self, *, plan: Plan, weights: Sequence[KernelWeights], device: torch.device) -> None:
+    def __init__(
+        self, *, plan: Plan, weights: Sequence[KernelWeights], device: torch.device
+    ) -> None:
         self.plan = plan
         self.device = device
         ranks, config = range(plan.config.ranks), plan.config
         self.buffers = [SymmetricBuffer.allocate(plan=plan, device=str(device)) for _ in ranks]
-        self.y = [torch.empty(config.capacity, config.hidden, dtype=torch.bfloat16, device=device) for _ in ranks]
+        self.y = [
+            torch.empty(config.capacity, config.hidden, dtype=torch.bfloat16, device=device)
+            for _ in ranks
+        ]
         base = [buffer.memory.data_ptr() for buffer in self.buffers]
-        self._peers = [torch.tensor([b - mine for b in base], dtype=torch.int64, device=device) for mine in base]
-        self._weights = [{name: tensor.to(device) for name, tensor in w.tensors.items()} for w in weights]
+        self._peers = [
+            torch.tensor([b - mine for b in base], dtype=torch.int64, device=device)
+            for mine in base
+        ]
+        self._weights = [
+            {name: tensor.to(device) for name, tensor in w.tensors.items()} for w in weights
+        ]
         self._streams = [torch.cuda.Stream(device) for _ in ranks] if len(ranks) > 1 else []
         self._arguments: dict[tuple[int, KernelSpec], list[object]] = {}
         self._compiled: set[KernelSpec] = set()
@@ -203,7 +247,9 @@ class GluonBackend:
         self, launches: Sequence[Launch], policies: Sequence[TilePolicy], tokens: Sequence[int]
     ) -> list[torch.Tensor]:
         """As :meth:`InterpreterBackend.run`; does not wait for the device."""
-        specs = [[self.plan.spec(policy, launch.phases) for launch in launches] for policy in policies]
+        specs = [
+            [self.plan.spec(policy, launch.phases) for launch in launches] for policy in policies
+        ]
         for rank_specs in specs:
             for launch, spec in zip(launches, rank_specs, strict=True):
                 self._compile(launch, spec)
@@ -219,10 +265,14 @@ class GluonBackend:
         return [y[:n] for y, n in zip(self.y, tokens, strict=True)]
 
     def _compile(self, launch: Launch, spec: KernelSpec) -> None:
-        """Compile and load before anything is launched: a rank that does so while its peers wait would look missing."""
+        """Compile and load before anything is launched: a rank that does so while its peers wait
+        would look missing.
+        """
         if spec not in self._compiled:
             arguments = self._kernel_arguments(0, spec, 0)
-            compiled = getattr(mega, launch.kernel).warmup(*arguments, grid=(self.plan.programs,), **OPTIONS)
+            compiled = getattr(mega, launch.kernel).warmup(
+                *arguments, grid=(self.plan.programs,), **OPTIONS
+            )
             compat.load_module(compiled)
             self._compiled.add(spec)
 
@@ -252,5 +302,7 @@ class GluonBackend:
             descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), shared_layout(t)))
         unused = torch.zeros(4, dtype=torch.float32, device=self.device)
         scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
-        offsets = [weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")]
+        offsets = [
+            weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")
+        ]
         return [buffer.memory.view(torch.int8), self._peers[rank], *descriptors, *scales, *offsets]

@@ -1,7 +1,8 @@
 """The plan of one forward: symmetric buffer regions, tile policy, ring size, kernel constants.
 
-Pure functions of a :class:`~megamoe.config.MoEConfig`; nothing is allocated and no device is asked.  Every byte of
-the buffer is in one table (:attr:`Plan.regions`); the kernel gets its offsets from :meth:`Plan.spec`.
+Pure functions of a :class:`~megamoe.config.MoEConfig`; nothing is allocated and no device is
+asked.  Every byte of the buffer is in one table (:attr:`Plan.regions`); the kernel gets its
+offsets from :meth:`Plan.spec`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,35 @@ SMS_H200 = 132
 SHARED_BYTES = 232_448  # shared memory one CTA can have on sm_90
 SHARED_SCRATCH = 38_912  # left to the compiler for layout conversions and reductions
 
-ITEMSIZE = {"int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float8e4nv": 1}
+ITEMSIZE = {
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float8e4nv": 1,
+}
 
 # int32 words of the `control` region, one 128-byte line each so that no two flags share a line
 CONTROL = {"epoch": 0, "counted": 32, "used_tokens": 64, "used_blocks": 96, "inexact": 128}
 CONTROL_WORDS = 160
-# int32 words of the `status` region: [0] claimed, [1] abort, then the report of the first wait that expired
+# int32 words of the `status` region: [0] claimed, [1] abort, then the report of the first wait
+# that expired
 STATUS_WORDS = 32
 
 
 # roles that record a timeline, in the order of their events
-ROLES = ("math 0", "math 1", "math 2", "math 3", "communicate", "load weights", "load tokens", "signal")
+ROLES = (
+    "math 0",
+    "math 1",
+    "math 2",
+    "math 3",
+    "communicate",
+    "load weights",
+    "load tokens",
+    "signal",
+)
 TRACE_WORDS = 4  # tag, begin, middle, end
 
 
@@ -56,8 +75,9 @@ class Region:
 class TilePolicy:
     """How the matrix products are cut.
 
-    A tile is ``block_n`` weight rows (the M side of WGMMA) by ``block_m`` tokens (its N side); ``math_partitions``
-    warpgroups own 64 weight rows each.  ``block_k`` columns of K travel in one stage.
+    A tile is ``block_n`` weight rows (the M side of WGMMA) by ``block_m`` tokens (its N side);
+    ``math_partitions`` warpgroups own 64 weight rows each.  ``block_k`` columns of K travel in one
+    stage.
     """
 
     block_m: int
@@ -130,7 +150,9 @@ class KernelSpec:
 
     @property
     def tokens_first(self) -> bool:
-        """Whether tokens are the M side of WGMMA: wide tiles, unless the weights are expanded in registers."""
+        """Whether tokens are the M side of WGMMA: wide tiles, unless the weights are expanded in
+        registers.
+        """
         return self.block_m == 128 and self.recipe != "mxfp4"
 
     @property
@@ -149,7 +171,9 @@ class KernelSpec:
 
     @property
     def l1_scale_rows(self) -> int:
-        """Scale rows of x that come with a stage of L1: only where they are applied in the K loop."""
+        """Scale rows of x that come with a stage of L1: only where they are applied in the K
+        loop.
+        """
         return self.block_k // K_GROUP if self.recipe == "fp8_block" else 0
 
     @property
@@ -175,7 +199,9 @@ class KernelSpec:
 
     @property
     def pull_groups(self) -> int:
-        """Scale groups of a row that dispatch has in flight at once: a power of two that divides the row."""
+        """Scale groups of a row that dispatch has in flight at once: a power of two that divides
+        the row.
+        """
         return min(PULL_BYTES // 32, largest_power_of_two_in(self.padded_hidden // 32))
 
     @property
@@ -248,15 +274,19 @@ def align_up(a: int, b: int) -> int:
 
 
 def max_blocks(config: MoEConfig, block_m: int) -> int:
-    """Pool blocks one rank can need, whatever the routing: every row of every rank may come here."""
+    """Pool blocks one rank can need, whatever the routing: every row of every rank may come
+    here.
+    """
     rows = config.ranks * config.capacity * config.topk
     return min(rows, rows // block_m + config.experts_per_rank)
 
 
 def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
-    """Tiles for the live rows of an average expert: decode keeps token columns few, prefill makes them wide.
+    """Tiles for the live rows of an average expert: decode keeps token columns few, prefill makes
+    them wide.
 
-    Results do not depend on the choice: the order of K and the promotion step are the same in every tile.
+    Results do not depend on the choice: the order of K and the promotion step are the same in
+    every tile.
     """
     block_m = config.block_m
     if block_m is None:
@@ -267,9 +297,12 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     weight_bytes, x_bytes = {"bf16": (2.0, 2), "mxfp4": (0.5, 1)}.get(config.recipe, (1.0, 1))
     stage = int(64 * math_partitions * block_k * weight_bytes) + block_m * block_k * x_bytes
     stages = min(6, (SHARED_BYTES - SHARED_SCRATCH) // stage)
-    # per thread: over the warpgroups they add up to what the launch has (6 x 80 in decode, 4 x 128 in prefill)
+    # per thread: over the warpgroups they add up to what the launch has (6 x 80 in decode, 4 x 128
+    # in prefill)
     registers = (96, 56, 40) if decode else (208, 56, 40)
-    return TilePolicy(block_m, math_partitions, block_k, stages, *registers, pull_rows=4 if decode else 8)
+    return TilePolicy(
+        block_m, math_partitions, block_k, stages, *registers, pull_rows=4 if decode else 8
+    )
 
 
 def l1_tiles(config: MoEConfig, policy: TilePolicy) -> int:
@@ -281,7 +314,9 @@ def l2_tiles(config: MoEConfig, policy: TilePolicy) -> int:
 
 
 def lag_blocks(config: MoEConfig, policy: TilePolicy, programs: int) -> int:
-    """Blocks by which L2 trails L1: two waves of L1 tiles, so that an L1 block is finished when L2 asks for it."""
+    """Blocks by which L2 trails L1: two waves of L1 tiles, so that an L1 block is finished when L2
+    asks for it.
+    """
     return ceil_div(2 * programs, l1_tiles(config, policy)) + 1
 
 
@@ -289,8 +324,9 @@ def lag_blocks(config: MoEConfig, policy: TilePolicy, programs: int) -> int:
 class Plan:
     """Memory and constants for one configuration on a GPU of ``programs`` SMs.
 
-    ``chain=True`` plans for the unfused chain: the pool holds every block at once and the raw L1 accumulators too.
-    ``trace`` is the number of events a role of a program can record in the timeline, 0 for no timeline.
+    ``chain=True`` plans for the unfused chain: the pool holds every block at once and the raw L1
+    accumulators too. ``trace`` is the number of events a role of a program can record in the
+    timeline, 0 for no timeline.
     """
 
     config: MoEConfig
@@ -299,7 +335,9 @@ class Plan:
     trace: int = 0
 
     def ring_blocks(self, block_m: int) -> int:
-        """Blocks alive at once: those L2 trails by, the one in L1, and as many pulled ahead of it."""
+        """Blocks alive at once: those L2 trails by, the one in L1, and as many pulled ahead of
+        it.
+        """
         blocks = max_blocks(self.config, block_m)
         if self.chain:
             return max(1, blocks)
@@ -335,8 +373,20 @@ class Plan:
             # name, shape, dtype, writer, reader
             ("status", (STATUS_WORDS,), "int32", "a wait that expired", "host; every wait"),
             ("control", (CONTROL_WORDS,), "int32", "dispatch", "every role of the next launch"),
-            ("counts_ready", (align_up(c.ranks, 32),), "int32", "dispatch of every rank", "schedule, dispatch"),
-            ("recv_counts", (SETS, c.ranks, c.experts_per_rank), "int32", "dispatch of every rank", "schedule, dispatch"),
+            (
+                "counts_ready",
+                (align_up(c.ranks, 32),),
+                "int32",
+                "dispatch of every rank",
+                "schedule, dispatch",
+            ),
+            (
+                "recv_counts",
+                (SETS, c.ranks, c.experts_per_rank),
+                "int32",
+                "dispatch of every rank",
+                "schedule, dispatch",
+            ),
             ("send_counts", (SETS, c.experts), "int32", "dispatch", "dispatch"),
             ("arrived", (SETS, blocks), "int32", "dispatch", "load tokens"),
             ("l1_done", (SETS, blocks), "int32", "signal", "load tokens"),
@@ -346,7 +396,13 @@ class Plan:
             ("topk_weights", (t, k), "float32", "caller", "dispatch of every rank"),
             ("x", (t, hp), wire, "caller", "dispatch of every rank"),
             ("x_scale", *scale, "caller", "dispatch of every rank"),
-            ("routes", (c.ranks, c.experts_per_rank, t * k), "int32", "dispatch of every rank", "dispatch"),
+            (
+                "routes",
+                (c.ranks, c.experts_per_rank, t * k),
+                "int32",
+                "dispatch of every rank",
+                "dispatch",
+            ),
             ("pool_x", (rows, hp), wire, "dispatch", "load tokens"),
             ("pool_x_scale", pool_scale, "float32", "dispatch", "math (L1)"),
             ("pool_weight", (rows,), "float32", "dispatch", "math (L1)"),
@@ -355,7 +411,13 @@ class Plan:
             ("pool_h_scale", h_scale, "float32", "math (L1)", "math (L2)"),
             ("partials", (t, k, hp), "bfloat16", "math (L2) of every rank", "combine"),
             ("l1_acc", acc, "float32", "math (L1), chain only", "activation, chain only"),
-            ("trace", (self.programs * len(ROLES) * self.trace, TRACE_WORDS), "int64", "every role, if asked", "host"),
+            (
+                "trace",
+                (self.programs * len(ROLES) * self.trace, TRACE_WORDS),
+                "int64",
+                "every role, if asked",
+                "host",
+            ),
         ]
         regions, offset = [], 0
         for name, shape, dtype, writer, reader in table:

@@ -7,9 +7,9 @@ from math import prod
 import torch
 
 from megamoe import formats
-from megamoe.config import MoEConfig, RankInputs
-from megamoe.plan import Plan, Region
+from megamoe.config import RankInputs
 from megamoe.kernel.sync import PHASE_NAMES
+from megamoe.plan import Plan, Region
 
 TORCH_DTYPE = {
     "int32": torch.int32,
@@ -20,7 +20,16 @@ TORCH_DTYPE = {
     "float8e4nv": torch.float8_e4m3fn,
 }
 # written by the kernel before anybody reads them: filled with NaN before a launch when asked
-SCRATCH = ("pool_x", "pool_x_scale", "pool_weight", "pool_origin", "pool_h", "pool_h_scale", "partials", "l1_acc")
+SCRATCH = (
+    "pool_x",
+    "pool_x_scale",
+    "pool_weight",
+    "pool_origin",
+    "pool_h",
+    "pool_h_scale",
+    "partials",
+    "l1_acc",
+)
 NAN_BYTE = 0xFF  # NaN in e4m3, bf16 and fp32, -1 as an integer
 
 
@@ -36,7 +45,9 @@ class SymmetricBuffer:
 
     def __init__(self, *, plan: Plan, memory: torch.Tensor) -> None:
         if memory.dtype != torch.uint8 or memory.numel() != plan.nbytes:
-            raise ValueError(f"the buffer needs {plan.nbytes} bytes of uint8, got {memory.numel()} of {memory.dtype}")
+            raise ValueError(
+                f"the buffer needs {plan.nbytes} bytes of uint8, got {memory.numel()} of {memory.dtype}"
+            )
         self.plan = plan
         self.memory = memory
 
@@ -79,11 +90,15 @@ class SymmetricBuffer:
         return int(self.view("control")[0])
 
     def received(self) -> torch.Tensor:
-        """Rows that each local expert received from each rank in the last call: int32 [ranks, experts_per_rank]."""
+        """Rows that each local expert received from each rank in the last call: int32 [ranks,
+        experts_per_rank].
+        """
         return self.view("recv_counts")[self.epoch() & 1].clone()
 
     def inexact(self) -> int:
-        """Values of x that lost bits when rebased to one scale a token, over all calls (wraps at 2^32)."""
+        """Values of x that lost bits when rebased to one scale a token, over all calls (wraps at
+        2^32).
+        """
         return int(self.view("control")[128]) & 0xFFFFFFFF
 
     def check(self, *, rank: int) -> None:
@@ -103,5 +118,3 @@ class SymmetricBuffer:
             f"rank {rank}, call {self.epoch()}: waited {self.plan.config.timeout_s:g} s for {what} ({blame}): "
             f"wanted {wanted}, saw {seen}. The buffer must be set up again."
         )
-
-

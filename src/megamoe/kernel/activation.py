@@ -5,7 +5,9 @@ from megamoe.kernel.compat import gl, gluon
 
 @gluon.jit
 def swiglu(gate, up, weight, CLAMP: gl.constexpr):
-    """silu(gate) * up * weight in fp32; gate <= CLAMP and -CLAMP <= up <= CLAMP first, unless CLAMP is 0."""
+    """silu(gate) * up * weight in fp32; gate <= CLAMP and -CLAMP <= up <= CLAMP first, unless
+    CLAMP is 0.
+    """
     if CLAMP != 0.0:
         # written so that NaN stays NaN
         gate = gl.where(gate > CLAMP, CLAMP, gate)
@@ -17,11 +19,14 @@ def swiglu(gate, up, weight, CLAMP: gl.constexpr):
 def power_of_two_scale(amax):
     """The smallest normal s = 2^e with amax <= 448 s, and 1/s.
 
-    448 is 1.75 * 2^8: adding 0x1FFFFF carries into the exponent exactly when the mantissa of amax exceeds 1.75.
+    448 is 1.75 * 2^8: adding 0x1FFFFF carries into the exponent exactly when the mantissa of amax
+    exceeds 1.75.
     """
     bits = amax.to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1), 253)
     scale = (exponent << 23).to(gl.float32, bitcast=True)
     # an infinite group becomes NaN: saturating it to 448 would hide it
-    inverse = gl.where(bits >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23).to(gl.float32, bitcast=True)
+    inverse = gl.where(bits >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23).to(
+        gl.float32, bitcast=True
+    )
     return scale, inverse

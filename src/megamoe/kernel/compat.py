@@ -1,6 +1,8 @@
-"""Gluon under one set of names: Triton 3.6 to the newest, or the interpreter's stand-ins where there is no Triton.
+"""Gluon under one set of names: Triton 3.6 to the newest, or the interpreter's stand-ins where
+there is no Triton.
 
-This is the only file that knows Triton's versions.  ``MEGAMOE_HIDE_TRITON=1`` pretends that Triton is missing.
+This is the only file that knows Triton's versions.  ``MEGAMOE_HIDE_TRITON=1`` pretends that Triton
+is missing.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def ast_source(
 
 
 def load_module(compiled: object) -> None:
-    """Load a compiled kernel onto the device now: its first launch would wait for whatever runs there."""
+    """Load a compiled kernel onto the device now: its first launch would wait for whatever runs
+    there.
+    """
     compiled._init_handles()
 
 

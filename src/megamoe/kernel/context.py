@@ -1,4 +1,6 @@
-"""What a partition is given: the launch (:class:`Context`) and the CTA's rings in shared memory (:class:`Rings`)."""
+"""What a partition is given: the launch (:class:`Context`) and the CTA's rings in shared memory
+(:class:`Rings`).
+"""
 
 from megamoe.kernel.compat import aggregate, gl, gluon, mbarrier, tma
 
@@ -30,8 +32,27 @@ class Context:
     w2_offset: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, spec, buffer, peers, rank, tokens, epoch, counter_set, y, w1, w2, pool_x, pool_h,
-                 pool_x_scale, pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
+    def __init__(
+        self,
+        spec,
+        buffer,
+        peers,
+        rank,
+        tokens,
+        epoch,
+        counter_set,
+        y,
+        w1,
+        w2,
+        pool_x,
+        pool_h,
+        pool_x_scale,
+        pool_h_scale,
+        w1_scale,
+        w2_scale,
+        w1_offset,
+        w2_offset,
+    ):
         self.spec = gl.constexpr(spec)
         self.buffer = buffer
         self.peers = peers
@@ -75,7 +96,9 @@ class Context:
 
 @aggregate
 class Rings:
-    """Shared memory: operand stages, task slots, and the exchange of row maxima between two math partitions."""
+    """Shared memory: operand stages, task slots, and the exchange of row maxima between two math
+    partitions.
+    """
 
     w: gl.shared_memory_descriptor  # [stages, block_n, block_k]
     x: gl.shared_memory_descriptor  # [stages, block_m, block_k]
@@ -85,12 +108,16 @@ class Rings:
     tasks: gl.shared_memory_descriptor  # [slots, words]
     task_full: gl.shared_memory_descriptor
     task_empty: gl.shared_memory_descriptor
-    tile_done: gl.shared_memory_descriptor  # [slots]: every math partition has stored its part of the task's tile
+    tile_done: (
+        gl.shared_memory_descriptor
+    )  # [slots]: every math partition has stored its part of the task's tile
     amax: gl.shared_memory_descriptor  # [2 x math partitions, block_m]
     amax_full: gl.shared_memory_descriptor  # [math partitions / 2]
 
     @gluon.constexpr_function
-    def __init__(self, w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full):
+    def __init__(
+        self, w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full
+    ):
         self.w = w
         self.x = x
         self.x_scale = x_scale
@@ -118,7 +145,9 @@ def allocate_rings(ctx):
     w = gl.allocate_shared_memory(ctx.w1.dtype, [stages, block_n, columns], ctx.w1.layout)
     x = gl.allocate_shared_memory(ctx.pool_x.dtype, [stages, block_m, block_k], ctx.pool_x.layout)
     scale_rows: gl.constexpr = spec.stage_scale_rows
-    x_scale = gl.allocate_shared_memory(gl.float32, [stages, scale_rows, block_m], ctx.pool_h_scale.layout)
+    x_scale = gl.allocate_shared_memory(
+        gl.float32, [stages, scale_rows, block_m], ctx.pool_h_scale.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
     tasks = gl.allocate_shared_memory(gl.int32, [TASK_SLOTS, TASK_WORDS], plain)
@@ -136,4 +165,6 @@ def allocate_rings(ctx):
         mbarrier.init(tile_done.index(i), count=partitions)
     for i in gl.static_range(partitions // 2):
         mbarrier.init(amax_full.index(i), count=2)
-    return Rings(w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full)
+    return Rings(
+        w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full
+    )

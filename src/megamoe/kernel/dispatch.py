@@ -1,9 +1,10 @@
 """Dispatch: tell every owner which rows to fetch, then fetch the rows this rank's experts need.
 
-Each program counts and routes a share of the tokens; the program that arrives last publishes the rank's counts.
-Then rows are pulled from the source ranks into the pool, `pull_rows` at a time, each row bumping the counter of its
-block.  Rows of one expert lie together, source ranks in turn starting from this one, so that ranks do not all read
-from the same peer.
+Each program counts and routes a share of the tokens; the program that arrives last publishes the
+rank's counts.
+Then rows are pulled from the source ranks into the pool, `pull_rows` at a time, each row bumping
+the counter of its block.  Rows of one expert lie together, source ranks in turn starting from this
+one, so that ranks do not all read from the same peer.
 """
 
 from megamoe.kernel.compat import cta_barrier, gl, gluon
@@ -38,14 +39,18 @@ def clear(pointer, count, layout: gl.constexpr):
 
 @gluon.jit
 def clear_other_set(ctx, layout: gl.constexpr):
-    """Zero the counters that the next call will use, as far as the call before this one used them."""
+    """Zero the counters that the next call will use, as far as the call before this one used
+    them.
+    """
     spec: gl.constexpr = ctx.spec
     other = 1 - ctx.counter_set
     control = ctx.region(spec.offset.control, gl.int32)
     used_tokens = gl.load(control + CONTROL_USED_TOKENS + other)
     used_blocks = gl.load(control + CONTROL_USED_BLOCKS + other)
     blocks = other * (spec.offset.block_set // 4)
-    clear(ctx.region(spec.offset.send_counts, gl.int32) + other * spec.experts, spec.experts, layout)
+    clear(
+        ctx.region(spec.offset.send_counts, gl.int32) + other * spec.experts, spec.experts, layout
+    )
     clear(ctx.region(spec.offset.arrived, gl.int32) + blocks, used_blocks, layout)
     clear(ctx.region(spec.offset.l1_done, gl.int32) + blocks, used_blocks, layout)
     clear(ctx.region(spec.offset.l2_done, gl.int32) + blocks, used_blocks, layout)
@@ -68,16 +73,22 @@ def route(ctx, layout: gl.constexpr):
         report(ctx.status() + entry * 0, PHASE_BAD_EXPERT, entry, expert, bad.to(gl.int32))
         routed = (expert >= 0) & (expert < spec.experts)
         expert = gl.where(routed, expert, 0)
-        position = gl.atomic_add(send_counts + expert, entry * 0 + 1, mask=routed, sem="relaxed", scope="gpu")
+        position = gl.atomic_add(
+            send_counts + expert, entry * 0 + 1, mask=routed, sem="relaxed", scope="gpu"
+        )
         owner = expert // spec.experts_per_rank
         lists = ctx.peer_region(owner, spec.offset.routes, gl.int32)
         row = ctx.rank * spec.experts_per_rank + expert % spec.experts_per_rank
-        gl.store(lists + row.to(gl.int64) * (spec.capacity * spec.topk) + position, entry, mask=routed)
+        gl.store(
+            lists + row.to(gl.int64) * (spec.capacity * spec.topk) + position, entry, mask=routed
+        )
 
 
 @gluon.jit
 def publish_counts(ctx, layout: gl.constexpr):
-    """Write this rank's counts to their owners, then raise its flag there.  Runs in one program of the rank."""
+    """Write this rank's counts to their owners, then raise its flag there.  Runs in one program of
+    the rank.
+    """
     spec: gl.constexpr = ctx.spec
     e = gl.arange(0, spec.all_expert_lanes, layout=layout)
     exists = e < spec.experts
@@ -87,7 +98,9 @@ def publish_counts(ctx, layout: gl.constexpr):
     owner = expert // spec.experts_per_rank
     theirs = ctx.peer_region(owner, spec.offset.recv_counts, gl.int32)
     row = ctx.counter_set * spec.ranks + ctx.rank
-    gl.store(theirs + row * spec.experts_per_rank + expert % spec.experts_per_rank, count, mask=exists)
+    gl.store(
+        theirs + row * spec.experts_per_rank + expert % spec.experts_per_rank, count, mask=exists
+    )
     control = ctx.region(spec.offset.control, gl.int32)
     gl.store(control + CONTROL_COUNTED, 0)
     gl.store(control + CONTROL_EPOCH, ctx.epoch)
@@ -100,7 +113,9 @@ def publish_counts(ctx, layout: gl.constexpr):
 
 @gluon.jit
 def find_rows(row, rows, first, BLOCK_M: gl.constexpr, LANES: gl.constexpr, layout: gl.constexpr):
-    """For rows counted over all experts: (local expert, index within the expert, pool block, rows of the expert)."""
+    """For rows counted over all experts: (local expert, index within the expert, pool block, rows
+    of the expert).
+    """
     lanes: gl.constexpr = gl.SliceLayout(0, layout)
     expert_rows = gl.convert_layout(rows, lanes)[None, :]
     expert_first = gl.convert_layout(first, lanes)[None, :]
@@ -160,18 +175,33 @@ def pull(ctx, rows, first, blocks, event):
         row = unit * n + gl.arange(0, n, layout=each)
         real = row < total
         row = gl.minimum(row, total - 1)
-        expert, index, block, count = find_rows(row, rows, first, spec.block_m, spec.expert_lanes, find)
+        expert, index, block, count = find_rows(
+            row, rows, first, spec.block_m, spec.expert_lanes, find
+        )
         source, place = find_sources(ctx, expert, index)
         list_row = (source * spec.experts_per_rank + expert).to(gl.int64)
-        entry = gl.load(routes + list_row * (spec.capacity * spec.topk) + place, cache_modifier=".cg")
+        entry = gl.load(
+            routes + list_row * (spec.capacity * spec.topk) + place, cache_modifier=".cg"
+        )
         entry = gl.minimum(gl.maximum(entry, 0), spec.capacity * spec.topk - 1)
         if blocks > spec.ring_blocks:
             before = gl.maximum(block - spec.ring_blocks, 0)
             wanted = gl.where(block >= spec.ring_blocks, spec.l2_tiles, 0)
-            wait_gpu(l2_done + before, wanted, ctx.status() + before * 0, PHASE_SLOT, before, spec.timeout_ns)
+            wait_gpu(
+                l2_done + before,
+                wanted,
+                ctx.status() + before * 0,
+                PHASE_SLOT,
+                before,
+                spec.timeout_ns,
+            )
             cta_barrier()
         pool_row = (block % spec.ring_blocks) * spec.block_m + index % spec.block_m
-        weight = gl.load(ctx.peer_region(source, spec.offset.topk_weights, gl.float32) + entry, mask=real, other=0.0)
+        weight = gl.load(
+            ctx.peer_region(source, spec.offset.topk_weights, gl.float32) + entry,
+            mask=real,
+            other=0.0,
+        )
         ready = now(ctx)
         token = entry // spec.topk
         if spec.x_scales == "ue8m0_32":
@@ -182,7 +212,9 @@ def pull(ctx, rows, first, blocks, event):
         gl.store(weights + pool_row, weight, mask=real)
         gl.store(origins + pool_row, source.to(gl.int64) * (1 << 32) + entry, mask=real)
         # the last row of an expert also brings the padding of its block
-        padding = gl.where(index == count - 1, (spec.block_m - count % spec.block_m) % spec.block_m, 0)
+        padding = gl.where(
+            index == count - 1, (spec.block_m - count % spec.block_m) % spec.block_m, 0
+        )
         signal_rows(arrived + block, 1 + padding, real)
         record(ctx, COMMUNICATE, event, PULL, unit, 0, begin, ready, now(ctx))
         event += 1
@@ -203,7 +235,10 @@ def pull_bytes(ctx, source, token, pool_row, real):
     width: gl.constexpr = spec.pull_words
     src = ctx.peer_region(gl.convert_layout(source, line), spec.offset.x, gl.int32)
     src = src + gl.convert_layout(token, line).to(gl.int64) * words
-    dst = ctx.region(spec.offset.pool_x, gl.int32) + gl.convert_layout(pool_row, line).to(gl.int64) * words
+    dst = (
+        ctx.region(spec.offset.pool_x, gl.int32)
+        + gl.convert_layout(pool_row, line).to(gl.int64) * words
+    )
     src = gl.multiple_of(src, 16)
     dst = gl.multiple_of(dst, 16)
     copy = gl.convert_layout(real, line)[:, None]
@@ -212,13 +247,17 @@ def pull_bytes(ctx, source, token, pool_row, real):
     for start in range(0, words, width):
         data = ahead
         # the last step loads its own columns again
-        ahead = gl.load(src[:, None] + (gl.minimum(start + width, words - width) + w), mask=copy, other=0)
+        ahead = gl.load(
+            src[:, None] + (gl.minimum(start + width, words - width) + w), mask=copy, other=0
+        )
         gl.store(dst[:, None] + (start + w), data, mask=copy)
 
 
 @gluon.jit
 def pull_scales(ctx, source, token, pool_row, real):
-    """Copy the scales of rows: one a token, or one a block of 128, which the pool keeps block by block."""
+    """Copy the scales of rows: one a token, or one a block of 128, which the pool keeps block by
+    block.
+    """
     spec: gl.constexpr = ctx.spec
     pool = ctx.region(spec.offset.pool_x_scale, gl.float32)
     scales = ctx.peer_region(source, spec.offset.x_scale, gl.float32)
@@ -235,7 +274,8 @@ def pull_scales(ctx, source, token, pool_row, real):
 def pull_rebased(ctx, source, token, pool_row, real):
     """Copy e4m3 rows with UE8M0 scales per 32, rebased to one power-of-two scale a token.
 
-    Returns how many values this changed: those more than 2^14 below the token's largest can lose bits.
+    Returns how many values this changed: those more than 2^14 below the token's largest can lose
+    bits.
     """
     spec: gl.constexpr = ctx.spec
     N: gl.constexpr = spec.pull_rows
@@ -251,18 +291,22 @@ def pull_rebased(ctx, source, token, pool_row, real):
     target_row = gl.convert_layout(pool_row, line)
     codes = ctx.peer_region(peer, spec.offset.x_scale, gl.uint8) + source_row * groups
     src = ctx.peer_region(peer, spec.offset.x, gl.float8e4nv) + source_row * spec.padded_hidden
-    dst = ctx.region(spec.offset.pool_x, gl.float8e4nv) + target_row.to(gl.int64) * spec.padded_hidden
+    dst = (
+        ctx.region(spec.offset.pool_x, gl.float8e4nv) + target_row.to(gl.int64) * spec.padded_hidden
+    )
     src = gl.multiple_of(src, 16)[:, None]
     dst = gl.multiple_of(dst, 16)[:, None]
     g = gl.arange(0, width, layout=gl.SliceLayout(0, tile))[None, :]
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     STEPS: gl.constexpr = groups // width
-    top = gl.zeros((N, ), gl.int32, line)
+    top = gl.zeros((N,), gl.int32, line)
     for i in gl.static_range(STEPS):
         code = gl.load(codes[:, None] + (i * width + g), mask=copy, other=0).to(gl.int32)
         top = gl.maximum(top, gl.max(code, 1))
-    changed = gl.zeros((N, ), gl.int32, line)
-    ahead = gl.load(src[:, :, None] + (g * 32)[:, :, None] + column, mask=copy[:, :, None], other=0.0)
+    changed = gl.zeros((N,), gl.int32, line)
+    ahead = gl.load(
+        src[:, :, None] + (g * 32)[:, :, None] + column, mask=copy[:, :, None], other=0.0
+    )
     for i in gl.static_range(STEPS):
         value = ahead
         code = gl.load(codes[:, None] + (i * width + g), mask=copy, other=0).to(gl.int32)
@@ -276,7 +320,9 @@ def pull_rebased(ctx, source, token, pool_row, real):
         gl.store(dst[:, :, None] + offset, rounded, mask=copy[:, :, None])
         changed += gl.sum(gl.sum((rounded.to(gl.float32) != value).to(gl.int32), 2), 1)
     # 2^(code - 127); code 0 is the subnormal 2^-127, code 255 is NaN
-    scale = gl.where(top == 0, 1 << 22, gl.where(top == 255, 0x7FC00000, top << 23)).to(gl.float32, bitcast=True)
+    scale = gl.where(top == 0, 1 << 22, gl.where(top == 255, 0x7FC00000, top << 23)).to(
+        gl.float32, bitcast=True
+    )
     pool = ctx.region(spec.offset.pool_x_scale, gl.float32)
     gl.store(pool + target_row, scale, mask=gl.convert_layout(real, line))
     return gl.sum(changed, 0)

@@ -1,4 +1,6 @@
-"""What happens to a finished tile: L1's is activated, quantised and stored to the pool, L2's is pushed to its owners."""
+"""What happens to a finished tile: L1's is activated, quantised and stored to the pool, L2's is
+pushed to its owners.
+"""
 
 from megamoe.kernel.activation import power_of_two_scale, swiglu
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier
@@ -11,7 +13,9 @@ H_GROUP = gl.constexpr(64)  # intermediate columns under one scale
 
 @gluon.jit
 def activate_tokens_first(ctx, acc, block, tile, valid, PART: gl.constexpr):
-    """fp32 [64 tokens, 128 weight rows] -> 64 columns of L1's output, which is one scale group of each token."""
+    """fp32 [64 tokens, 128 weight rows] -> 64 columns of L1's output, which is one scale group of
+    each token.
+    """
     spec: gl.constexpr = ctx.spec
     warps: gl.constexpr = gl.num_warps()
     pairs = acc.reshape((ROWS, 8, 2, 8)).permute((0, 1, 3, 2))
@@ -22,8 +26,12 @@ def activate_tokens_first(ctx, acc, block, tile, valid, PART: gl.constexpr):
     slot = (block % spec.ring_blocks) * spec.block_m
     token = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     real = token < valid
-    weight = gl.load(ctx.region(spec.offset.pool_weight, gl.float32) + slot + token, mask=real, other=0.0,
-                     cache_modifier=".cg")  # fmt: skip
+    weight = gl.load(
+        ctx.region(spec.offset.pool_weight, gl.float32) + slot + token,
+        mask=real,
+        other=0.0,
+        cache_modifier=".cg",
+    )
     out = swiglu(gate, up, weight[:, None], spec.clamp)
     if spec.recipe == "bf16":
         stored = out.to(gl.bfloat16)
@@ -47,7 +55,8 @@ def activate_tokens_first(ctx, acc, block, tile, valid, PART: gl.constexpr):
 
 @gluon.jit
 def activate_weights_first(ctx, rings, acc, count, block, tile, valid, PART: gl.constexpr):
-    """fp32 [64 weight rows, tokens] -> 32 columns of L1's output; the other half of their scale group is a neighbour's.
+    """fp32 [64 weight rows, tokens] -> 32 columns of L1's output; the other half of their scale
+    group is a neighbour's.
 
     `count` numbers the L1 tiles of this CTA.
     """
@@ -62,8 +71,12 @@ def activate_weights_first(ctx, rings, acc, count, block, tile, valid, PART: gl.
     layout: gl.constexpr = gate.type.layout
     slot = (block % spec.ring_blocks) * spec.block_m
     tokens = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))
-    weight = gl.load(ctx.region(spec.offset.pool_weight, gl.float32) + slot + tokens, mask=tokens < valid, other=0.0,
-                     cache_modifier=".cg")  # fmt: skip
+    weight = gl.load(
+        ctx.region(spec.offset.pool_weight, gl.float32) + slot + tokens,
+        mask=tokens < valid,
+        other=0.0,
+        cache_modifier=".cg",
+    )
     out = swiglu(gate, up, weight[None, :], spec.clamp)
     if spec.recipe == "bf16":
         stored = out.to(gl.bfloat16)
@@ -87,9 +100,15 @@ def activate_weights_first(ctx, rings, acc, count, block, tile, valid, PART: gl.
             scales = ctx.region(spec.offset.pool_h_scale, gl.float32)
             gl.store(scales + row * spec.ring_rows + slot + tokens, scale, mask=tokens < valid)
     stored = gl.convert_layout(stored, vector)
-    column = tile * (spec.block_n // 2) + PART * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, vector))
+    column = (
+        tile * (spec.block_n // 2)
+        + PART * COLUMNS
+        + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, vector))
+    )
     token = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, vector))
-    target = pool + (slot + token).to(gl.int64)[None, :] * spec.padded_intermediate + column[:, None]
+    target = (
+        pool + (slot + token).to(gl.int64)[None, :] * spec.padded_intermediate + column[:, None]
+    )
     gl.store(target, stored, mask=(token < valid)[None, :])
     # L2's loaders read this through TMA
     fence_async_proxy(every_thread())
@@ -119,20 +138,31 @@ def push(ctx, acc, block, tile, valid, PART: gl.constexpr):
         vector: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
         lines: gl.constexpr = gl.SliceLayout(1, vector)
         token = PART * ROWS + gl.arange(0, ROWS, layout=lines)
-        column = (tile * spec.block_n + gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, vector)))[None, :]
+        column = (
+            tile * spec.block_n + gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, vector))
+        )[None, :]
     else:
         vector: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, warps], [0, 1])
         lines: gl.constexpr = gl.SliceLayout(0, vector)
         token = gl.arange(0, spec.block_m, layout=lines)
-        column = tile * spec.block_n + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, vector))
+        column = (
+            tile * spec.block_n + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, vector))
+        )
         column = column[:, None]
     partial = gl.convert_layout(acc.to(gl.bfloat16), vector)
     real = token < valid
     slot = (block % spec.ring_blocks) * spec.block_m
-    origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + token, mask=real, other=0,
-                     cache_modifier=".cg")  # fmt: skip
+    origin = gl.load(
+        ctx.region(spec.offset.pool_origin, gl.int64) + slot + token,
+        mask=real,
+        other=0,
+        cache_modifier=".cg",
+    )
     source, entry, real = origin_of(spec, origin, real)
-    row = ctx.peer_region(source, spec.offset.partials, gl.bfloat16) + entry.to(gl.int64) * spec.padded_hidden
+    row = (
+        ctx.peer_region(source, spec.offset.partials, gl.bfloat16)
+        + entry.to(gl.int64) * spec.padded_hidden
+    )
     row = gl.multiple_of(row, 16)
     if spec.tokens_first:
         gl.store(row[:, None] + column, partial, mask=real[:, None])

@@ -1,31 +1,48 @@
 """The matrix products: K loops of each recipe, over the tiles of this CTA.
 
-Two families.  Weights first ("swap-AB"): weight rows are the M side of WGMMA and few tokens its N side; MXFP4 codes are
-expanded straight into the A operand, so MXFP4 always runs this way.  Tokens first: 64 tokens a partition are the M
-side, the 128 weight rows of a tile the N side.  In both, gate and up of a column lie in one thread, since their rows
-are interleaved by 8.  All recipes walk K upwards and promote at the same places, so a row's bits do not depend on the
-family or the tile.
+Two families.  Weights first ("swap-AB"): weight rows are the M side of WGMMA and few tokens its N
+side; MXFP4 codes are expanded straight into the A operand, so MXFP4 always runs this way.  Tokens
+first: 64 tokens a partition are the M side, the 128 weight rows of a tile the N side.  In both,
+gate and up of a column lie in one thread, since their rows are interleaved by 8.  All recipes walk
+K upwards and promote at the same places, so a row's bits do not depend on the family or the tile.
 """
 
 from megamoe.kernel.combine import combine_role
-from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from megamoe.kernel.compat import (
+    cta_barrier,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from megamoe.kernel.context import TASK_SLOTS
-from megamoe.kernel.epilogue import H_GROUP, ROWS, activate_tokens_first, activate_weights_first, push, store_accumulator
+from megamoe.kernel.epilogue import (
+    H_GROUP,
+    ROWS,
+    activate_tokens_first,
+    activate_weights_first,
+    push,
+    store_accumulator,
+)
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
 from megamoe.kernel.trace import now, record
 
 K_GROUP = gl.constexpr(128)  # K between two promotions where no scale asks for more
 
-# A code of magnitude v becomes the e4m3 value v * 2^(d - 4), d being the exponent offset of its (row, 32) block: a
-# table of eight bytes a block, in two registers.  $0, $1 table of the low codes, $2, $3 of the high; $4, $5 offsets.
+# A code of magnitude v becomes the e4m3 value v * 2^(d - 4), d being the exponent offset of its
+# (row, 32) block: a table of eight bytes a block, in two registers.  $0, $1 table of the low
+# codes, $2, $3 of the high; $4, $5 offsets.
 TABLES = gl.constexpr("""
 mad.lo.u32 $0, $4, 0x08080800, 0x1c181000;
 mad.lo.u32 $1, $4, 0x08080808, 0x2c282420;
 mad.lo.u32 $2, $5, 0x08080800, 0x1c181000;
 mad.lo.u32 $3, $5, 0x08080808, 0x2c282420;
 """)
-# Four codes of k and four of k + 32 in a word -> two registers of e4m3: one byte permute looks four codes up.
-# $0, $1 results; $2 the word; $3, $7, $11, $15 the tables (each given once for every byte of the word).
+# Four codes of k and four of k + 32 in a word -> two registers of e4m3: one byte permute looks
+# four codes up.
+# $0, $1 results; $2 the word; $3, $7, $11, $15 the tables (each given once for every byte of the
+# word).
 EXPAND = gl.constexpr("""
 {
 .reg .b32 sel, sel2, ra, rb, sb;
@@ -43,15 +60,29 @@ lop3.b32 $1, sb, 0x80808080, rb, 0xEA;
 @gluon.jit
 def code_tables(low_offset, high_offset):
     """int32 offsets of rows' low and high blocks -> their four table registers."""
-    return gl.inline_asm_elementwise(TABLES, "=&r,=&r,=&r,=&r,r,r", [low_offset, high_offset],
-                                     dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        TABLES,
+        "=&r,=&r,=&r,=&r,r,r",
+        [low_offset, high_offset],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
 def expand_codes(codes, low0, low1, high0, high1):
-    """int8 [rows, 32] words of eight e2m1 codes and int32 [rows, 32] tables -> two e4m3 [rows, 32] of adjacent K."""
-    return gl.inline_asm_elementwise(EXPAND, "=&r,=&r" + ",r" * 17, [codes, low0, low1, high0, high1],
-                                     dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4)  # fmt: skip
+    """int8 [rows, 32] words of eight e2m1 codes and int32 [rows, 32] tables -> two e4m3 [rows, 32]
+    of adjacent K.
+    """
+    return gl.inline_asm_elementwise(
+        EXPAND,
+        "=&r,=&r" + ",r" * 17,
+        [codes, low0, low1, high0, high1],
+        dtype=(gl.float8e4nv, gl.float8e4nv),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @gluon.jit
@@ -63,15 +94,23 @@ def take_stage(rings, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def operands(spec: gl.constexpr, rings, stage, PART: gl.constexpr):
-    """The two sides of a stage's product: this partition's 64 rows, and all rows of the other matrix as columns."""
+    """The two sides of a stage's product: this partition's 64 rows, and all rows of the other
+    matrix as columns.
+    """
     if spec.tokens_first:
-        return rings.x.index(stage).slice(PART * ROWS, ROWS, 0), rings.w.index(stage).permute((1, 0))
+        return rings.x.index(stage).slice(PART * ROWS, ROWS, 0), rings.w.index(stage).permute(
+            (1, 0)
+        )
     else:
-        return rings.w.index(stage).slice(PART * ROWS, ROWS, 0), rings.x.index(stage).permute((1, 0))
+        return rings.w.index(stage).slice(PART * ROWS, ROWS, 0), rings.x.index(stage).permute(
+            (1, 0)
+        )
 
 
 @gluon.jit
-def token_scales(spec: gl.constexpr, rings, stage, G: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):
+def token_scales(
+    spec: gl.constexpr, rings, stage, G: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
+):
     """Scales of the stage's tokens for its K group G, to be multiplied to an accumulator."""
     if spec.tokens_first:
         # a plain view: Triton 3.6 reads a transposed unswizzled tile from the wrong addresses
@@ -80,7 +119,9 @@ def token_scales(spec: gl.constexpr, rings, stage, G: gl.constexpr, PART: gl.con
         STAGES: gl.constexpr = spec.stages
         PER_STAGE: gl.constexpr = spec.stage_scale_rows * HALVES
         plain = rings.x_scale._reinterpret(gl.float32, [STAGES * PER_STAGE, ROWS], VIEW)
-        return plain.index(stage * PER_STAGE + G * HALVES + PART).load(gl.SliceLayout(1, layout))[:, None]
+        return plain.index(stage * PER_STAGE + G * HALVES + PART).load(gl.SliceLayout(1, layout))[
+            :, None
+        ]
     else:
         return rings.x_scale.index(stage).slice(G, 1, 0).load(layout)
 
@@ -89,8 +130,9 @@ def token_scales(spec: gl.constexpr, rings, stage, G: gl.constexpr, PART: gl.con
 def weight_scales(spec: gl.constexpr, scales, UP: gl.constexpr, layout: gl.constexpr):
     """128 x 128 scales of a tile's weight rows for one K block, to be multiplied to an accumulator.
 
-    `scales` points to those of the tile's (or, with weights first, this partition's) first row.  With tokens first,
-    the 128 rows of a tile lie in one block (L2, UP = 0) or in one block of gate and one of up, 8 rows in turn (UP = 8).
+    `scales` points to those of the tile's (or, with weights first, this partition's) first row.
+    With tokens first, the 128 rows of a tile lie in one block (L2, UP = 0) or in one block of gate
+    and one of up, 8 rows in turn (UP = 8).
     """
     if spec.tokens_first:
         columns = gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, layout))
@@ -100,8 +142,12 @@ def weight_scales(spec: gl.constexpr, scales, UP: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
-def k_loop_bf16(spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):
-    """One fp32 accumulator over all of K; the product of a step runs while the next stage arrives."""
+def k_loop_bf16(
+    spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
+):
+    """One fp32 accumulator over all of K; the product of a step runs while the next stage
+    arrives.
+    """
     COLUMNS: gl.constexpr = spec.tile_columns
     acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     for k in range(K // spec.block_k):
@@ -118,12 +164,24 @@ def k_loop_bf16(spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.const
 
 
 @gluon.jit
-def k_loop_fp8(spec: gl.constexpr, rings, step, w_scale, w_stride: gl.constexpr, UP: gl.constexpr, K: gl.constexpr,
-               GROUP: gl.constexpr, W_SCALED: gl.constexpr, X_SCALED: gl.constexpr, PART: gl.constexpr,
-               layout: gl.constexpr):  # fmt: skip
+def k_loop_fp8(
+    spec: gl.constexpr,
+    rings,
+    step,
+    w_scale,
+    w_stride: gl.constexpr,
+    UP: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    W_SCALED: gl.constexpr,
+    X_SCALED: gl.constexpr,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Promoted to fp32 every GROUP of K, where the scales of the group are applied if it has any.
 
-    `w_scale` and `UP` as in :func:`weight_scales`, `w_stride` between K blocks; scales of x come with the stage.
+    `w_scale` and `UP` as in :func:`weight_scales`, `w_stride` between K blocks; scales of x come
+    with the stage.
     """
     COLUMNS: gl.constexpr = spec.tile_columns
     steps: gl.constexpr = K // spec.block_k
@@ -134,12 +192,16 @@ def k_loop_fp8(spec: gl.constexpr, rings, step, w_scale, w_stride: gl.constexpr,
         if W_SCALED:
             scale_w = next_scale
             # one step ahead, so that the load does not stall the next one
-            next_scale = weight_scales(spec, w_scale + gl.minimum(k + 1, steps - 1) * w_stride, UP, layout)
+            next_scale = weight_scales(
+                spec, w_scale + gl.minimum(k + 1, steps - 1) * w_stride, UP, layout
+            )
         stage = take_stage(rings, step, spec.stages)
         a, b = operands(spec, rings, stage, PART)
         for g in gl.static_range(spec.block_k // GROUP):
             part = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-            part = warpgroup_mma(a.slice(g * GROUP, GROUP, 1), b.slice(g * GROUP, GROUP, 0), part, is_async=True)
+            part = warpgroup_mma(
+                a.slice(g * GROUP, GROUP, 1), b.slice(g * GROUP, GROUP, 0), part, is_async=True
+            )
             if X_SCALED:
                 scale = token_scales(spec, rings, stage, g, PART, layout)
             part = warpgroup_mma_wait(0, deps=[part])
@@ -160,16 +222,32 @@ def mma_slice(w, x, low_offsets, high_offsets, part, J: gl.constexpr, operand: g
     """Add the product over k = 64 J .. + 63, whose codes are bytes 32 J .. + 31 of a row."""
     codes = w.slice(32 * J, 32, 1).load(operand)
     zero = gl.zeros((ROWS, 32), gl.int32, operand)
-    low0, low1, high0, high1 = code_tables((low_offsets >> (8 * J)) & 0xFF, (high_offsets >> (8 * J)) & 0xFF)
-    low, high = expand_codes(codes, low0[:, None] + zero, low1[:, None] + zero, high0[:, None] + zero,
-                             high1[:, None] + zero)  # fmt: skip
+    low0, low1, high0, high1 = code_tables(
+        (low_offsets >> (8 * J)) & 0xFF, (high_offsets >> (8 * J)) & 0xFF
+    )
+    low, high = expand_codes(
+        codes,
+        low0[:, None] + zero,
+        low1[:, None] + zero,
+        high0[:, None] + zero,
+        high1[:, None] + zero,
+    )
     part = warpgroup_mma(low, x.slice(64 * J, 32, 0), part, is_async=True)
     return warpgroup_mma(high, x.slice(64 * J + 32, 32, 0), part, is_async=True)
 
 
 @gluon.jit
-def mma_group(spec: gl.constexpr, w, x, low_offsets, high_offsets, G: gl.constexpr, SLICES: gl.constexpr,
-              operand: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+def mma_group(
+    spec: gl.constexpr,
+    w,
+    x,
+    low_offsets,
+    high_offsets,
+    G: gl.constexpr,
+    SLICES: gl.constexpr,
+    operand: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Begin the products of one K group; returns the unfinished part."""
     BLOCK_M: gl.constexpr = spec.block_m
     part = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
@@ -179,11 +257,22 @@ def mma_group(spec: gl.constexpr, w, x, low_offsets, high_offsets, G: gl.constex
 
 
 @gluon.jit
-def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
-                 X_SCALED: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+def k_loop_mxfp4(
+    spec: gl.constexpr,
+    rings,
+    step,
+    offset,
+    n_rows: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    X_SCALED: gl.constexpr,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
+):
     """As :func:`k_loop_fp8`, the weights expanded from 4-bit codes in registers.
 
-    `offset` points to two words a row and 256 of K: byte j belongs to k = 64 j .. + 31 and 64 j + 32 .. + 63.
+    `offset` points to two words a row and 256 of K: byte j belongs to k = 64 j .. + 31 and 64 j +
+    32 .. + 63.
     """
     BLOCK_M: gl.constexpr = spec.block_m
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
@@ -205,7 +294,9 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
             part = mma_group(spec, w, x, low_offsets, high_offsets, g, slices, operand, layout)
             if PAIR == 2:
                 # both products are under way before the first is waited for
-                second = mma_group(spec, w, x, low_offsets, high_offsets, g + 1, slices, operand, layout)
+                second = mma_group(
+                    spec, w, x, low_offsets, high_offsets, g + 1, slices, operand, layout
+                )
                 part, second = warpgroup_mma_wait(0, deps=[part, second])
             else:
                 part = warpgroup_mma_wait(0, deps=[part])
@@ -224,7 +315,8 @@ def k_loop_mxfp4(spec: gl.constexpr, rings, step, offset, n_rows: gl.constexpr, 
                 if PAIR == 2:
                     acc += second
             if BLOCK_M >= 64:
-                # else the assembler starts the next group early and spills: two parts do not fit in registers
+                # else the assembler starts the next group early and spills: two parts do not fit
+                # in registers
                 cta_barrier()
         low_offsets = next_low
         high_offsets = next_high
@@ -262,19 +354,32 @@ def linear1(ctx, rings, step, block, tile, expert, valid, PART: gl.constexpr, la
         acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
         w_scale = ctx.w1_scale + expert * (K // 128 * n_rows) + row0 + part0
-        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, 8, K, K_GROUP, True, True, PART, layout)
+        acc, step = k_loop_fp8(
+            spec, rings, step, w_scale, n_rows, 8, K, K_GROUP, True, True, PART, layout
+        )
     else:
         if spec.recipe == "fp8":
-            acc, step = k_loop_fp8(spec, rings, step, ctx.w1_scale, 0, 0, K, K_GROUP, False, False, PART, layout)
+            acc, step = k_loop_fp8(
+                spec, rings, step, ctx.w1_scale, 0, 0, K, K_GROUP, False, False, PART, layout
+            )
         else:
             operand_rows: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
             offset = ctx.w1_offset + expert * (K // 128 * n_rows) + row0 + part0
             offset = offset + gl.arange(0, ROWS, layout=operand_rows)
-            acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, K, K_GROUP, False, PART, layout)
+            acc, step = k_loop_mxfp4(
+                spec, rings, step, offset, n_rows, K, K_GROUP, False, PART, layout
+            )
         token = along_tokens(spec, layout, PART)
-        pool_scale = ctx.region(spec.offset.pool_x_scale, gl.float32) + (block % spec.ring_blocks) * spec.block_m
+        pool_scale = (
+            ctx.region(spec.offset.pool_x_scale, gl.float32)
+            + (block % spec.ring_blocks) * spec.block_m
+        )
         x_scale = gl.load(pool_scale + token, mask=token < valid, other=0.0, cache_modifier=".cg")
-        acc = acc * gl.load(ctx.w1_scale + expert * n_rows + row0 + along_weights(spec, layout, PART)) * x_scale
+        acc = (
+            acc
+            * gl.load(ctx.w1_scale + expert * n_rows + row0 + along_weights(spec, layout, PART))
+            * x_scale
+        )
     return acc, step
 
 
@@ -290,16 +395,24 @@ def linear2(ctx, rings, step, tile, expert, PART: gl.constexpr, layout: gl.const
         acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
         w_scale = ctx.w2_scale + expert * (K // 128 * n_rows) + row0 + part0
-        acc, step = k_loop_fp8(spec, rings, step, w_scale, n_rows, 0, K, H_GROUP, True, True, PART, layout)
+        acc, step = k_loop_fp8(
+            spec, rings, step, w_scale, n_rows, 0, K, H_GROUP, True, True, PART, layout
+        )
     else:
         if spec.recipe == "fp8":
-            acc, step = k_loop_fp8(spec, rings, step, ctx.w2_scale, 0, 0, K, H_GROUP, False, True, PART, layout)
+            acc, step = k_loop_fp8(
+                spec, rings, step, ctx.w2_scale, 0, 0, K, H_GROUP, False, True, PART, layout
+            )
         else:
             operand_rows: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 4))
             offset = ctx.w2_offset + expert * (K // 128 * n_rows) + row0 + part0
             offset = offset + gl.arange(0, ROWS, layout=operand_rows)
-            acc, step = k_loop_mxfp4(spec, rings, step, offset, n_rows, K, H_GROUP, True, PART, layout)
-        acc = acc * gl.load(ctx.w2_scale + expert * n_rows + row0 + along_weights(spec, layout, PART))
+            acc, step = k_loop_mxfp4(
+                spec, rings, step, offset, n_rows, K, H_GROUP, True, PART, layout
+            )
+        acc = acc * gl.load(
+            ctx.w2_scale + expert * n_rows + row0 + along_weights(spec, layout, PART)
+        )
     return acc, step
 
 
@@ -309,8 +422,9 @@ def math_role(ctx, rings, PART: gl.constexpr):
     spec: gl.constexpr = ctx.spec
     COLUMNS: gl.constexpr = spec.tile_columns
     k_instruction: gl.constexpr = 32 // spec.x_bytes
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
-                                                     instr_shape=[16, COLUMNS, k_instruction])  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, k_instruction]
+    )
     step = 0
     i = 0
     l1_count = 0

@@ -29,15 +29,31 @@ def load_weight_tile(desc, row, rings, step, STEPS: gl.constexpr, spec: gl.const
 
 
 @gluon.jit
-def load_token_tile(desc, scales, row, rings, step, STEPS: gl.constexpr, SCALE_ROWS: gl.constexpr, spec: gl.constexpr):
-    """Rows of the pool, and with each stage the scales of its K groups if they are applied in the K loop."""
+def load_token_tile(
+    desc,
+    scales,
+    row,
+    rings,
+    step,
+    STEPS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    spec: gl.constexpr,
+):
+    """Rows of the pool, and with each stage the scales of its K groups if they are applied in the
+    K loop.
+    """
     scale_bytes: gl.constexpr = SCALE_ROWS * spec.block_m * 4
     for k in range(STEPS):
         stage = free_stage(rings, step, spec.stage_bytes_x + scale_bytes, spec.stages)
         full = rings.full.index(stage)
         tma_load(desc, [row, k * spec.block_k], full, rings.x.index(stage))
         if SCALE_ROWS > 0:
-            tma_load(scales, [k * SCALE_ROWS, row], full, rings.x_scale.index(stage).slice(0, SCALE_ROWS, 0))
+            tma_load(
+                scales,
+                [k * SCALE_ROWS, row],
+                full,
+                rings.x_scale.index(stage).slice(0, SCALE_ROWS, 0),
+            )
         step += 1
     return step
 
@@ -53,10 +69,14 @@ def load_weights_role(ctx, rings):
         begin = now(ctx)
         if kind == LINEAR1:
             row = expert * (2 * spec.padded_intermediate) + tile * spec.block_n
-            step = load_weight_tile(ctx.w1, row, rings, step, spec.padded_hidden // spec.block_k, spec)
+            step = load_weight_tile(
+                ctx.w1, row, rings, step, spec.padded_hidden // spec.block_k, spec
+            )
         else:
             row = expert * spec.padded_hidden + tile * spec.block_n
-            step = load_weight_tile(ctx.w2, row, rings, step, spec.padded_intermediate // spec.block_k, spec)
+            step = load_weight_tile(
+                ctx.w2, row, rings, step, spec.padded_intermediate // spec.block_k, spec
+            )
         record(ctx, LOAD_WEIGHTS, i, kind, block, tile, begin, begin, now(ctx))
         release_task(rings, i)
         i += 1
@@ -65,7 +85,9 @@ def load_weights_role(ctx, rings):
 
 @gluon.jit
 def load_tokens_role(ctx, rings):
-    """One warp.  Waits for the block's rows (L1) or for its L1 tiles (L2), then loads them from the pool."""
+    """One warp.  Waits for the block's rows (L1) or for its L1 tiles (L2), then loads them from
+    the pool.
+    """
     spec: gl.constexpr = ctx.spec
     arrived = ctx.block_counters(spec.offset.arrived)
     l1_done = ctx.block_counters(spec.offset.l1_done)
@@ -76,18 +98,38 @@ def load_tokens_role(ctx, rings):
         begin = now(ctx)
         row = (block % spec.ring_blocks) * spec.block_m
         if kind == LINEAR1:
-            seen = wait_gpu(arrived + block, spec.block_m, ctx.status(), PHASE_ROWS, block, spec.timeout_ns)
+            seen = wait_gpu(
+                arrived + block, spec.block_m, ctx.status(), PHASE_ROWS, block, spec.timeout_ns
+            )
             fence_async_proxy(seen)
             ready = now(ctx)
-            step = load_token_tile(ctx.pool_x, ctx.pool_x_scale, row, rings, step, spec.padded_hidden // spec.block_k,
-                                   spec.l1_scale_rows, spec)  # fmt: skip
+            step = load_token_tile(
+                ctx.pool_x,
+                ctx.pool_x_scale,
+                row,
+                rings,
+                step,
+                spec.padded_hidden // spec.block_k,
+                spec.l1_scale_rows,
+                spec,
+            )
         else:
             if spec.phases == "fused":
-                seen = wait_gpu(l1_done + block, spec.l1_tiles, ctx.status(), PHASE_L1, block, spec.timeout_ns)
+                seen = wait_gpu(
+                    l1_done + block, spec.l1_tiles, ctx.status(), PHASE_L1, block, spec.timeout_ns
+                )
                 fence_async_proxy(seen)
             ready = now(ctx)
-            step = load_token_tile(ctx.pool_h, ctx.pool_h_scale, row, rings, step,
-                                   spec.padded_intermediate // spec.block_k, spec.l2_scale_rows, spec)  # fmt: skip
+            step = load_token_tile(
+                ctx.pool_h,
+                ctx.pool_h_scale,
+                row,
+                rings,
+                step,
+                spec.padded_intermediate // spec.block_k,
+                spec.l2_scale_rows,
+                spec,
+            )
         record(ctx, LOAD_TOKENS, i, kind, block, tile, begin, ready, now(ctx))
         release_task(rings, i)
         i += 1

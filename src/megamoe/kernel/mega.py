@@ -1,7 +1,8 @@
 """The mega-kernel: one launch a forward.
 
     default partition      math 0
-    workers                math 1 .. n-1 | dispatch, then combine | load weights | load tokens | schedule | signal
+    workers                math 1 .. n-1 | dispatch, then combine | load weights | load tokens |
+    schedule | signal
 
 `spec.phases` cuts the same roles into the launches of the unfused chain; "fused" runs them all.
 """
@@ -32,68 +33,208 @@ def communicate_role(ctx):
 
 
 @gluon.jit
-def make_context(spec: gl.constexpr, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale,
-                 pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset):  # fmt: skip
+def make_context(
+    spec: gl.constexpr,
+    buffer,
+    peers,
+    rank,
+    tokens,
+    y,
+    w1,
+    w2,
+    pool_x,
+    pool_h,
+    pool_x_scale,
+    pool_h_scale,
+    w1_scale,
+    w2_scale,
+    w1_offset,
+    w2_offset,
+):
     """The call's number comes from the buffer, so that a captured launch can be replayed."""
     control = (buffer + spec.offset.control).to(gl.pointer_type(gl.int32), bitcast=True)
     epoch = gl.load(control + CONTROL_EPOCH)
     if (spec.phases == "fused") | (spec.phases == "dispatch"):
         # the launches of the chain after dispatch belong to the call that dispatch has begun
         epoch += 1
-    return Context(spec, buffer, peers, rank, tokens, epoch, epoch & 1, y, w1, w2, pool_x, pool_h, pool_x_scale,
-                   pool_h_scale, w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
+    return Context(
+        spec,
+        buffer,
+        peers,
+        rank,
+        tokens,
+        epoch,
+        epoch & 1,
+        y,
+        w1,
+        w2,
+        pool_x,
+        pool_h,
+        pool_x_scale,
+        pool_h_scale,
+        w1_scale,
+        w2_scale,
+        w1_offset,
+        w2_offset,
+    )
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def moe_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
-               w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
+def moe_kernel(
+    buffer,
+    peers,
+    rank,
+    tokens,
+    y,
+    w1,
+    w2,
+    pool_x,
+    pool_h,
+    pool_x_scale,
+    pool_h_scale,
+    w1_scale,
+    w2_scale,
+    w1_offset,
+    w2_offset,
+    spec: gl.constexpr,
+):
     """Arguments as in :class:`~megamoe.kernel.context.Context`."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
-                       w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
+    ctx = make_context(
+        spec,
+        buffer,
+        peers,
+        rank,
+        tokens,
+        y,
+        w1,
+        w2,
+        pool_x,
+        pool_h,
+        pool_x_scale,
+        pool_h_scale,
+        w1_scale,
+        w2_scale,
+        w1_offset,
+        w2_offset,
+    )
     rings = allocate_rings(ctx)
     fence_async_shared()
     cta_barrier()
     math: gl.constexpr = spec.math_registers
     load: gl.constexpr = spec.load_registers
     if spec.math_partitions == 4:
-        gl.warp_specialize([
-            (math_role, (ctx, rings, 0)),
-            (math_role, (ctx, rings, 1)),
-            (math_role, (ctx, rings, 2)),
-            (math_role, (ctx, rings, 3)),
-            (communicate_role, (ctx, )),
-            (load_weights_role, (ctx, rings)),
-            (load_tokens_role, (ctx, rings)),
-            (schedule_role, (ctx, rings)),
-            (signal_role, (ctx, rings)),
-        ], [4, 4, 4, 4, 1, 1, 1, 1], [math, math, math, spec.dispatch_registers, load, load, load, load])
+        gl.warp_specialize(
+            [
+                (math_role, (ctx, rings, 0)),
+                (math_role, (ctx, rings, 1)),
+                (math_role, (ctx, rings, 2)),
+                (math_role, (ctx, rings, 3)),
+                (communicate_role, (ctx,)),
+                (load_weights_role, (ctx, rings)),
+                (load_tokens_role, (ctx, rings)),
+                (schedule_role, (ctx, rings)),
+                (signal_role, (ctx, rings)),
+            ],
+            [4, 4, 4, 4, 1, 1, 1, 1],
+            [math, math, math, spec.dispatch_registers, load, load, load, load],
+        )
     else:
-        gl.warp_specialize([
-            (math_role, (ctx, rings, 0)),
-            (math_role, (ctx, rings, 1)),
-            (communicate_role, (ctx, )),
-            (load_weights_role, (ctx, rings)),
-            (load_tokens_role, (ctx, rings)),
-            (schedule_role, (ctx, rings)),
-            (signal_role, (ctx, rings)),
-        ], [4, 4, 1, 1, 1, 1], [math, spec.dispatch_registers, load, load, load, load])
+        gl.warp_specialize(
+            [
+                (math_role, (ctx, rings, 0)),
+                (math_role, (ctx, rings, 1)),
+                (communicate_role, (ctx,)),
+                (load_weights_role, (ctx, rings)),
+                (load_tokens_role, (ctx, rings)),
+                (schedule_role, (ctx, rings)),
+                (signal_role, (ctx, rings)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [math, spec.dispatch_registers, load, load, load, load],
+        )
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def communicate_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
-               w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
+def communicate_kernel(
+    buffer,
+    peers,
+    rank,
+    tokens,
+    y,
+    w1,
+    w2,
+    pool_x,
+    pool_h,
+    pool_x_scale,
+    pool_h_scale,
+    w1_scale,
+    w2_scale,
+    w1_offset,
+    w2_offset,
+    spec: gl.constexpr,
+):
     """Chain only: dispatch, or combine, alone in a launch."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
-                       w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
+    ctx = make_context(
+        spec,
+        buffer,
+        peers,
+        rank,
+        tokens,
+        y,
+        w1,
+        w2,
+        pool_x,
+        pool_h,
+        pool_x_scale,
+        pool_h_scale,
+        w1_scale,
+        w2_scale,
+        w1_offset,
+        w2_offset,
+    )
     communicate_role(ctx)
 
 
 @gluon.jit(do_not_specialize=["rank", "tokens"])
-def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale, w1_scale,
-               w2_scale, w1_offset, w2_offset, spec: gl.constexpr):  # fmt: skip
-    """Chain only: SwiGLU and quantisation of the stored L1 accumulators, 16 pool rows by one scale group at a time."""
-    ctx = make_context(spec, buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, pool_x_scale, pool_h_scale,
-                       w1_scale, w2_scale, w1_offset, w2_offset)  # fmt: skip
+def activation_kernel(
+    buffer,
+    peers,
+    rank,
+    tokens,
+    y,
+    w1,
+    w2,
+    pool_x,
+    pool_h,
+    pool_x_scale,
+    pool_h_scale,
+    w1_scale,
+    w2_scale,
+    w1_offset,
+    w2_offset,
+    spec: gl.constexpr,
+):
+    """Chain only: SwiGLU and quantisation of the stored L1 accumulators, 16 pool rows by one scale
+    group at a time.
+    """
+    ctx = make_context(
+        spec,
+        buffer,
+        peers,
+        rank,
+        tokens,
+        y,
+        w1,
+        w2,
+        pool_x,
+        pool_h,
+        pool_x_scale,
+        pool_h_scale,
+        w1_scale,
+        w2_scale,
+        w1_offset,
+        w2_offset,
+    )
     warps: gl.constexpr = gl.num_warps()
     experts: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
@@ -108,7 +249,9 @@ def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, po
     for unit in range(gl.program_id(0), blocks * parts * groups, gl.num_programs(0)):
         group = unit % groups
         part = unit // groups
-        expert, valid = block_owner(part // parts, rows, first, spec.block_m, experts, spec.expert_lanes)
+        expert, valid = block_owner(
+            part // parts, rows, first, spec.block_m, experts, spec.expert_lanes
+        )
         row = part * 16 + r
         real = (part % parts) * 16 + r < valid
         column = group * H_GROUP + c
@@ -120,10 +263,18 @@ def activation_kernel(buffer, peers, rank, tokens, y, w1, w2, pool_x, pool_h, po
         out = swiglu(gate, up, weight[:, None], spec.clamp)
         target = row.to(gl.int64)[:, None] * spec.padded_intermediate + column[None, :]
         if spec.recipe == "bf16":
-            gl.store(ctx.region(spec.offset.pool_h, gl.bfloat16) + target, out.to(gl.bfloat16), mask=real[:, None])
+            gl.store(
+                ctx.region(spec.offset.pool_h, gl.bfloat16) + target,
+                out.to(gl.bfloat16),
+                mask=real[:, None],
+            )
         else:
             scale, inverse = power_of_two_scale(gl.max(gl.maximum(out, -out), 1))
             quantised = (out * inverse[:, None]).to(gl.float8e4nv)
-            gl.store(ctx.region(spec.offset.pool_h, gl.float8e4nv) + target, quantised, mask=real[:, None])
+            gl.store(
+                ctx.region(spec.offset.pool_h, gl.float8e4nv) + target,
+                quantised,
+                mask=real[:, None],
+            )
             scales = ctx.region(spec.offset.pool_h_scale, gl.float32)
             gl.store(scales + group * spec.ring_rows + row, scale, mask=real)

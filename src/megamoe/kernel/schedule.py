@@ -1,12 +1,14 @@
-"""Which tile comes when: a pure function of the rows each local expert receives, walked by one warp of each CTA.
+"""Which tile comes when: a pure function of the rows each local expert receives, walked by one
+warp of each CTA.
 
 Pool blocks are numbered expert by expert.  L1 runs `lag` blocks ahead of L2:
 
     L1(0) .. L1(lag-1)   then for each block s:  L1(lag+s), L2(s)   then L2 of the last lag blocks
 
-where L1(b) and L2(b) stand for all tiles of block b.  Program p takes tiles p, p + programs, ...  Every tile depends
-only on tiles before it, so programs that walk their share in order cannot deadlock.  The schedule warp writes each
-tile as a task record into a small ring in shared memory; loaders and math read it from there.
+where L1(b) and L2(b) stand for all tiles of block b.  Program p takes tiles p, p + programs, ...
+Every tile depends only on tiles before it, so programs that walk their share in order cannot
+deadlock.  The schedule warp writes each tile as a task record into a small ring in shared memory;
+loaders and math read it from there.
 """
 
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier
@@ -30,8 +32,14 @@ def wait_for_counts(ctx, layout: gl.constexpr):
     r = gl.arange(0, spec.rank_lanes, layout=layout)
     source = gl.where(r < spec.ranks, r, 0)
     ready = ctx.region(spec.offset.counts_ready, gl.int32)
-    seen = wait_sys(ready + source, source * 0 + ctx.epoch, ctx.status() + source * 0, PHASE_COUNTS, source,
-                    spec.timeout_ns)  # fmt: skip
+    seen = wait_sys(
+        ready + source,
+        source * 0 + ctx.epoch,
+        ctx.status() + source * 0,
+        PHASE_COUNTS,
+        source,
+        spec.timeout_ns,
+    )
     # each thread has acquired its own lane's flag only
     cta_barrier()
     return gl.min((seen - ctx.epoch >= 0).to(gl.int32), 0)
@@ -39,7 +47,9 @@ def wait_for_counts(ctx, layout: gl.constexpr):
 
 @gluon.jit
 def rows_of_experts(ctx, layout: gl.constexpr):
-    """Rows each local expert receives in this call: int32 [expert_lanes]; zero where a rank never arrived."""
+    """Rows each local expert receives in this call: int32 [expert_lanes]; zero where a rank never
+    arrived.
+    """
     spec: gl.constexpr = ctx.spec
     RANKS: gl.constexpr = spec.ranks
     arrived = wait_for_counts(ctx, layout)
@@ -47,8 +57,12 @@ def rows_of_experts(ctx, layout: gl.constexpr):
     counts = recv_counts(ctx)
     rows = e * 0
     for source in gl.static_range(RANKS):
-        rows += gl.load(counts + source * spec.experts_per_rank + e, mask=e < spec.experts_per_rank, other=0,
-                        cache_modifier=".cg")  # fmt: skip
+        rows += gl.load(
+            counts + source * spec.experts_per_rank + e,
+            mask=e < spec.experts_per_rank,
+            other=0,
+            cache_modifier=".cg",
+        )
     return rows * arrived
 
 
@@ -69,7 +83,9 @@ def first_blocks(rows, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def block_owner(block, rows, first, BLOCK_M: gl.constexpr, layout: gl.constexpr, LANES: gl.constexpr):
+def block_owner(
+    block, rows, first, BLOCK_M: gl.constexpr, layout: gl.constexpr, LANES: gl.constexpr
+):
     """The local expert that owns a pool block, and how many rows of the block are real."""
     e = gl.arange(0, LANES, layout=layout)
     inside = (block >= first) & ((block - first) * BLOCK_M < rows)
@@ -94,15 +110,22 @@ def tile_at(t, blocks, spec: gl.constexpr):
     in_head = t < head
     in_middle = (t >= head) & (t < head + middle)
     is_l1 = in_head | (in_middle & (within < c1))
-    block = gl.where(in_head, t // c1,
-                     gl.where(in_middle, u // (c1 + c2) + gl.where(within < c1, lag, 0), blocks - lag + v // c2))  # fmt: skip
-    tile = gl.where(in_head, t % c1, gl.where(in_middle, gl.where(within < c1, within, within - c1), v % c2))
+    block = gl.where(
+        in_head,
+        t // c1,
+        gl.where(in_middle, u // (c1 + c2) + gl.where(within < c1, lag, 0), blocks - lag + v // c2),
+    )
+    tile = gl.where(
+        in_head, t % c1, gl.where(in_middle, gl.where(within < c1, within, within - c1), v % c2)
+    )
     return gl.where(is_l1, LINEAR1, LINEAR2), block, tile
 
 
 @gluon.jit
 def schedule_role(ctx, rings):
-    """One warp: wait for the counts, then write this program's tasks one after another, and DONE at the end."""
+    """One warp: wait for the counts, then write this program's tasks one after another, and DONE
+    at the end.
+    """
     spec: gl.constexpr = ctx.spec
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = rows_of_experts(ctx, layout)
@@ -130,15 +153,24 @@ def put_task(rings, i, kind, block, tile, expert, valid):
     mbarrier.wait(rings.task_empty.index(slot), ((i // TASK_SLOTS) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     word = gl.arange(0, TASK_WORDS, layout=layout)
-    record = gl.where(word == 0, kind, gl.where(word == 1, block, gl.where(word == 2, tile,
-                      gl.where(word == 3, expert, gl.where(word == 4, valid, 0)))))  # fmt: skip
+    record = gl.where(
+        word == 0,
+        kind,
+        gl.where(
+            word == 1,
+            block,
+            gl.where(word == 2, tile, gl.where(word == 3, expert, gl.where(word == 4, valid, 0))),
+        ),
+    )
     rings.tasks.index(slot).store(record)
     mbarrier.arrive(rings.task_full.index(slot), count=1)
 
 
 @gluon.jit
 def take_task(rings, i):
-    """Task i of this CTA: (kind, block, tile, local expert, valid rows).  Every thread holds all words of the record."""
+    """Task i of this CTA: (kind, block, tile, local expert, valid rows).  Every thread holds all
+    words of the record.
+    """
     slot = i % TASK_SLOTS
     mbarrier.wait(rings.task_full.index(slot), (i // TASK_SLOTS) & 1)
     layout: gl.constexpr = gl.BlockedLayout([TASK_WORDS], [32], [gl.num_warps()], [0])

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (the protocol is a table)
 """Every wait and signal between SMs and between GPUs.
 
 The protocol.  `set` is the counter set of this call (epoch & 1); each launch clears the other set first.
@@ -103,8 +104,14 @@ def wait_gpu(flag, wanted, status, PHASE: gl.constexpr, index, TIMEOUT: gl.const
     """Spin until `*flag >= wanted` (wrapping), acquire at GPU scope.  Returns what was seen: less only after an abort."""
     phase = index * 0 + PHASE
     timeout = index.to(gl.int64) * 0 + TIMEOUT
-    return gl.inline_asm_elementwise(POLL_GPU, "=r,l,r,l,r,r,l,~{memory}", [flag, wanted, status, phase, index, timeout],
-                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        POLL_GPU,
+        "=r,l,r,l,r,r,l,~{memory}",
+        [flag, wanted, status, phase, index, timeout],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -112,22 +119,36 @@ def wait_sys(flag, wanted, status, PHASE: gl.constexpr, index, TIMEOUT: gl.const
     """As :func:`wait_gpu`, for flags that another GPU writes."""
     phase = index * 0 + PHASE
     timeout = index.to(gl.int64) * 0 + TIMEOUT
-    return gl.inline_asm_elementwise(POLL_SYS, "=r,l,r,l,r,r,l,~{memory}", [flag, wanted, status, phase, index, timeout],
-                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        POLL_SYS,
+        "=r,l,r,l,r,r,l,~{memory}",
+        [flag, wanted, status, phase, index, timeout],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def report(status, PHASE: gl.constexpr, index, seen, failed):
     """Write an error that is no wait to `status` where `failed` is not 0, and abort."""
     phase = index * 0 + PHASE
-    gl.inline_asm_elementwise(REPORT, "=r,l,r,r,r,r,~{memory}", [status, phase, index, seen, failed],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    gl.inline_asm_elementwise(
+        REPORT,
+        "=r,l,r,r,r,r,~{memory}",
+        [status, phase, index, seen, failed],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def fence_async_proxy(x):
     """Order ordinary accesses with TMA accesses.  `x` (int32) only places the fence in every thread that holds it."""
-    return gl.inline_asm_elementwise(PROXY_FENCE, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        PROXY_FENCE, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

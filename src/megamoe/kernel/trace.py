@@ -1,4 +1,6 @@
-"""The timeline: each role writes when it began and ended a piece of work, if the launch was compiled to do so."""
+"""The timeline: each role writes when it began and ended a piece of work, if the launch was
+compiled to do so.
+"""
 
 from megamoe.kernel.compat import gl, gluon
 
@@ -23,14 +25,18 @@ TIMER = gl.constexpr("mov.u64 $0, %globaltimer; // $1")
 def now(ctx):
     """Nanoseconds of the GPU's global timer; 0 when no timeline is recorded."""
     if ctx.spec.trace_events > 0:
-        return gl.inline_asm_elementwise(TIMER, "=l,r,~{memory}", [ctx.rank], dtype=gl.int64, is_pure=False, pack=1)
+        return gl.inline_asm_elementwise(
+            TIMER, "=l,r,~{memory}", [ctx.rank], dtype=gl.int64, is_pure=False, pack=1
+        )
     else:
         return ctx.rank.to(gl.int64) * 0
 
 
 @gluon.jit
 def record(ctx, ROLE: gl.constexpr, i, kind, block, tile, begin, middle, end):
-    """Event i of this program's role: what it was, and when it began, changed from waiting to working, and ended."""
+    """Event i of this program's role: what it was, and when it began, changed from waiting to
+    working, and ended.
+    """
     events: gl.constexpr = ctx.spec.trace_events
     if events > 0:
         row = (gl.program_id(0) * ROLE_COUNT + ROLE) * events + gl.minimum(i, events - 1)
