@@ -40,7 +40,7 @@ NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Mutation:
-    """edits: (old text, new text), each old one occurs once in the kernel's package."""
+    """edits: (old text, new text); each old one occurs once in the kernel, however it is laid out."""
 
     name: str
     edits: tuple[tuple[str, str], ...]
@@ -106,13 +106,13 @@ PEERS = 'gl.atomic_add(flags, mask.to(gl.int32), mask=mask, sem="release", scope
 FLAGS = 'gl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")'
 L2_LAST = "arrive_last(l2_done + block, spec.l2_tiles - 1, scope)"
 L2_UNORDERED = 'gl.atomic_add(l2_done + block, 1, sem="{}", scope="sys") == spec.l2_tiles - 1'
-ROLE_FENCE = "fence_async_proxy(every_thread())"
+FENCE = "fence_async_proxy(every_thread())"
 STORE_H = "gl.store(target, stored, mask=(token < valid)[None, :])"
 STORE_COUNTS = (
-    "    gl.store(theirs + row * spec.experts_per_rank + expert % spec.experts_per_rank, "
-    "count, mask=exists)\n"
+    "gl.store(theirs + row * spec.experts_per_rank + expert % spec.experts_per_rank, "
+    "count, mask=exists)"
 )
-RAISE_FLAGS = "    set_peers(flags, r * 0 + ctx.epoch, r < spec.ranks)\n"
+RAISE_FLAGS = "set_peers(flags, r * 0 + ctx.epoch, r < spec.ranks)"
 
 
 def weaker(name: str, text: str, old: str, new: str, caught_as: str, scene: str = "calls"):
@@ -136,19 +136,19 @@ SIGNALS = [
            "DataRace", "prefill"),
     Mutation(
         "flags raised before the counts are stored",
-        ((STORE_COUNTS, ""), (RAISE_FLAGS, RAISE_FLAGS + STORE_COUNTS)), "DataRace",
+        ((STORE_COUNTS, "pass"), (RAISE_FLAGS, f"{RAISE_FLAGS}\n    {STORE_COUNTS}")), "DataRace",
     ),
-    broken("last arrival before all warps stored", "cta_barrier()\n    return gl.atomic_add(flag, ",
+    broken("last arrival before all warps stored", "cta_barrier() return gl.atomic_add(flag, ",
            "return gl.atomic_add(flag, ", "DataRace"),
-    broken("no fence after rows are stored", f"{ROLE_FENCE}\n    cta_barrier()\n    {ROWS}",
+    broken("no fence after rows are stored", f"{FENCE} cta_barrier() {ROWS}",
            f"cta_barrier()\n    {ROWS}", "ProxyFault"),
-    broken("no fence before an L1 tile is signalled", f"{ROLE_FENCE}\n    cta_barrier()\n    {TILE}",
+    broken("no fence before an L1 tile is signalled", f"{FENCE} cta_barrier() {TILE}",
            f"cta_barrier()\n    {TILE}", "ProxyFault"),
     broken("no fence before rows are loaded",
-           "PHASE_ROWS, block, spec.timeout_ns)\n            fence_async_proxy(seen)",
+           "PHASE_ROWS, block, spec.timeout_ns) fence_async_proxy(seen)",
            "PHASE_ROWS, block, spec.timeout_ns)", "ProxyFault"),
     broken("no fence before L1's output is loaded",
-           "PHASE_L1, block, spec.timeout_ns)\n                fence_async_proxy(seen)",
+           "PHASE_L1, block, spec.timeout_ns) fence_async_proxy(seen)",
            "PHASE_L1, block, spec.timeout_ns)", "ProxyFault"),
 ]  # fmt: skip
 
@@ -183,7 +183,7 @@ MBARRIERS = [
     broken("more bytes expected", EXPECT, f"{EXPECT} + 16", "Deadlock"),
     broken("bytes of the scales not expected", "spec.stage_bytes_x + scale_bytes, spec.stages",
            "spec.stage_bytes_x, spec.stages", "BarrierFault"),
-    broken("stage read a phase early", "(step // STAGES) & 1)\n    return stage",
+    broken("stage read a phase early", "(step // STAGES) & 1) return stage",
            "((step // STAGES) & 1) ^ 1)\n    return stage", "UnwrittenRead or SharedMemoryRace"),
     broken("stage filled a phase late", "((step // STAGES) & 1) ^ 1)", "(step // STAGES) & 1)",
            "Deadlock"),
@@ -198,19 +198,16 @@ MBARRIERS = [
 
 # --- rings in shared memory, and of the pool, handed back too soon -----------------------------
 
-RELEASE = """            if g == spec.block_k // GROUP - 1:
-                mbarrier.arrive(rings.empty.index(stage), count=1)
-"""
-PRODUCT = "            part = warpgroup_mma_wait(0, deps=[part])\n"
-ORIGINS = """    origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + row, mask=real, other=0,
-                     cache_modifier=".cg")  # fmt: skip
-    source, entry, real = origin_of(spec, origin, real)
-"""  # noqa: E501
-L2_ARRIVES = f"    if {L2_LAST}:\n"
+RELEASE = """if g == spec.block_k // GROUP - 1:
+                mbarrier.arrive(rings.empty.index(stage), count=1)"""
+PRODUCT = "part = warpgroup_mma_wait(0, deps=[part])"
+ORIGINS = """origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + row,
+            mask=real, other=0, cache_modifier=".cg")"""
+SOURCES = "source, entry, real = origin_of(spec, origin, real)"
 
 RINGS = [
-    broken("fp8: stage released before WGMMA has read it", PRODUCT + RELEASE + "            if W_S",
-           RELEASE + PRODUCT + "            if W_S", "SharedMemoryRace"),
+    broken("fp8: stage released before WGMMA has read it", f"{PRODUCT} {RELEASE} if W_S",
+           f"{RELEASE}\n            {PRODUCT}\n            if W_S", "SharedMemoryRace"),
     broken("bf16: stage released while WGMMA reads it", "warpgroup_mma_wait(1, deps=[acc])",
            "warpgroup_mma_wait(2, deps=[acc])", "SharedMemoryRace", "bf16"),
     broken("mxfp4: stage released after its first groups", "if g == spec.block_k // GROUP - PAIR:",
@@ -219,9 +216,8 @@ RINGS = [
            "SharedMemoryRace"),
     broken("maxima read without waiting", "mbarrier.wait(rings.amax_full.index(group), count & 1)",
            "group + 0", "SharedMemoryRace or UnwrittenRead"),
-    broken("origins read after the slot is handed back", ORIGINS + L2_ARRIVES,
-           "    if " + L2_LAST + ":\n" + ORIGINS.replace("\n    ", "\n        ").replace(
-               "    origin = ", "        origin = ", 1).rstrip(" "), "DataRace", "ring"),
+    broken("origins read after the slot is handed back", f"{ORIGINS} {SOURCES} if {L2_LAST}:",
+           f"if {L2_LAST}:\n        {ORIGINS}\n        {SOURCES}", "DataRace", "ring"),
 ]  # fmt: skip
 
 # --- counters from call to call ----------------------------------------------------------------
@@ -260,24 +256,24 @@ MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *COUNTERS]
 NOT_CAUGHT = [
     (
         broken("rows signalled before all warps stored",
-               "cta_barrier()\n    gl.atomic_add(flags, amounts", "gl.atomic_add(flags, amounts",
+               "cta_barrier() gl.atomic_add(flags, amounts", "gl.atomic_add(flags, amounts",
                ""),
         "a tensor of flags is taken to be signalled by the threads that stored what it announces",
     ),
     (
         broken("tile done before all warps stored",
-               "cta_barrier()\n        mbarrier.arrive(rings.tile_done",
+               "cta_barrier() mbarrier.arrive(rings.tile_done",
                "mbarrier.arrive(rings.tile_done", ""),
         "an arrival at an mbarrier is taken for that of the whole partition",
     ),
     (
         broken("counts read before all lanes acquired",
-               "cta_barrier()\n    return gl.min((seen", "return gl.min((seen", ""),
+               "cta_barrier() return gl.min((seen", "return gl.min((seen", ""),
         "a partition is one task: what one of its threads has acquired, all have",
     ),
     (
         broken("no fence by the math after L1's output is stored",
-               f"{STORE_H}\n    # L2's loaders read this through TMA\n    {ROLE_FENCE}", STORE_H, ""),
+               f"{STORE_H} # L2's loaders read this through TMA {FENCE}", STORE_H, ""),
         "the fence of the signal warp, which has seen these stores, covers them",
     ),
     (
@@ -347,6 +343,12 @@ def test_ring_scene_has_more_blocks_than_its_ring():
 # --- mutants -----------------------------------------------------------------------------------
 
 
+def pattern(code: str) -> re.Pattern:
+    """Code in any layout: blanks, line breaks and commas at the end of a list do not matter."""
+    words = re.findall(r"\w+|[^\w\s]", code)
+    return re.compile(r"\s*".join((r",?\s*" if w in ")]" else "") + re.escape(w) for w in words))
+
+
 def build(edits: tuple[tuple[str, str], ...], folder: Path, monkeypatch):
     """A copy of the kernel's package with the edits; returns its `mega`. compat.py is shared."""
     name = f"mutant_{next(NUMBERS)}"
@@ -355,9 +357,10 @@ def build(edits: tuple[tuple[str, str], ...], folder: Path, monkeypatch):
     shutil.copytree(source, folder / name, ignore=skipped)
     texts = {path: path.read_text() for path in sorted((folder / name).glob("*.py"))}
     for old, new in edits:
-        places = [path for path, text in texts.items() for _ in range(text.count(old))]
-        assert len(places) == 1, f"the kernel has {len(places)} times: {old}"
-        texts[places[0]] = texts[places[0]].replace(old, new)
+        found = [(path, m) for path, text in texts.items() for m in pattern(old).finditer(text)]
+        assert len(found) == 1, f"the kernel has {len(found)} times: {old}"
+        path, match = found[0]
+        texts[path] = texts[path][: match.start()] + new + texts[path][match.end() :]
     for path, text in texts.items():
         path.write_text(re.sub(r"from megamoe\.kernel\.(?!compat\b)", f"from {name}.", text))
     monkeypatch.syspath_prepend(folder)

@@ -136,13 +136,17 @@ class InterpreterBackend:
             torch.tensor([b - base[r] for b in base], dtype=torch.int64)
             for r in range(config.ranks)
         ]
-        self._peers = [m.register(r, d, name="peers") for r, d in enumerate(distance)]
+        self._peers = [
+            m.register(r, d, name="peers", readonly=True) for r, d in enumerate(distance)
+        ]
         self._weights = [self._register(r, w) for r, w in enumerate(weights)]
 
     def _register(self, rank: int, weights: KernelWeights) -> dict[str, object]:
         """The interpreter knows NumPy's dtypes: pass the bytes, the descriptor names the type."""
         return {
-            name: self.machine.register(rank, tensor.contiguous().view(torch.uint8), name=name)
+            name: self.machine.register(
+                rank, tensor.contiguous().view(torch.uint8), name=name, readonly=True
+            )
             for name, tensor in weights.tensors.items()
         }
 

@@ -341,8 +341,11 @@ class Plan:
         blocks = max_blocks(self.config, block_m)
         if self.chain:
             return max(1, blocks)
-        lag = lag_blocks(self.config, self._policy(block_m), self.programs)
-        ahead = max(2, ceil_div(16 * self.programs, block_m))
+        policy = self._policy(block_m)
+        lag = lag_blocks(self.config, policy, self.programs)
+        # a pull that waits for the slot of its last row's block has not yet signalled its first
+        # row: that block must not be among those the slot waits for
+        ahead = max(policy.pull_rows, ceil_div(16 * self.programs, block_m))
         return max(1, min(blocks, lag + 1 + ahead))
 
     def _policy(self, block_m: int) -> TilePolicy:
