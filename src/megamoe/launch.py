@@ -273,11 +273,7 @@ class GluonBackend:
         would look missing.
         """
         if spec not in self._compiled:
-            arguments = self._kernel_arguments(0, spec, 0)
-            compiled = getattr(mega, launch.kernel).warmup(
-                *arguments, grid=(self.plan.programs,), **OPTIONS
-            )
-            compat.load_module(compiled)
+            compile_launch(launch, self._kernel_arguments(0, spec, 0), self.plan.programs)
             self._compiled.add(spec)
 
     def _launch(self, rank: int, launch: Launch, spec: KernelSpec, tokens: int) -> None:
@@ -292,21 +288,38 @@ class GluonBackend:
         return [buffer, peers, rank, tokens, self.y[rank], *rest, spec]
 
     def _make_arguments(self, rank: int, spec: KernelSpec) -> list[object]:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+        return fixed_arguments(spec, self.buffers[rank], self._peers[rank], self._weights[rank])
 
-        buffer, weights = self.buffers[rank], self._weights[rank]
-        descriptors = []
-        for name, t in tiles(self.plan.config, spec).items():
-            matrix = weights[name] if name in weights else buffer.view(name)
-            if t.dtype == "int8":
-                matrix = matrix.view(torch.int8)
-            if not t.used:
-                matrix = torch.zeros(t.rows, t.columns, device=self.device)
-            matrix = matrix.flatten()[: t.rows * t.columns].view(t.rows, t.columns)
-            descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), shared_layout(t)))
-        unused = torch.zeros(4, dtype=torch.float32, device=self.device)
-        scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
-        offsets = [
-            weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")
-        ]
-        return [buffer.memory.view(torch.int8), self._peers[rank], *descriptors, *scales, *offsets]
+
+def fixed_arguments(
+    spec: KernelSpec,
+    buffer: SymmetricBuffer,
+    peers: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+) -> list[object]:
+    """The arguments of a compiled kernel that no call changes: buffer, peers, descriptors, scales.
+
+    weights: :attr:`~megamoe.weights.KernelWeights.tensors` on the device of the buffer.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    device = buffer.memory.device
+    descriptors = []
+    for name, t in tiles(buffer.plan.config, spec).items():
+        matrix = weights[name] if name in weights else buffer.view(name)
+        if t.dtype == "int8":
+            matrix = matrix.view(torch.int8)
+        if not t.used:
+            matrix = torch.zeros(t.rows, t.columns, device=device)
+        matrix = matrix.flatten()[: t.rows * t.columns].view(t.rows, t.columns)
+        descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), shared_layout(t)))
+    unused = torch.zeros(4, dtype=torch.float32, device=device)
+    scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
+    offsets = [weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")]
+    return [buffer.memory.view(torch.int8), peers, *descriptors, *scales, *offsets]
+
+
+def compile_launch(launch: Launch, arguments: list[object], programs: int) -> None:
+    """Compile one kernel and load it onto the current device; launches nothing."""
+    compiled = getattr(mega, launch.kernel).warmup(*arguments, grid=(programs,), **OPTIONS)
+    compat.load_module(compiled)
