@@ -199,10 +199,8 @@ class KernelSpec:
 
     @property
     def pull_groups(self) -> int:
-        """Scale groups of a row that dispatch has in flight at once: a power of two that divides
-        the row.
-        """
-        return min(PULL_BYTES // 32, largest_power_of_two_in(self.padded_hidden // 32))
+        """Scale groups of a row that dispatch moves in a step: a power of two that divides the row."""
+        return min(16, largest_power_of_two_in(self.padded_hidden // 32))
 
     @property
     def pull_words(self) -> int:
@@ -300,9 +298,7 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     # per thread: over the warpgroups they add up to what the launch has (6 x 80 in decode, 4 x 128
     # in prefill)
     registers = (96, 56, 40) if decode else (208, 56, 40)
-    return TilePolicy(
-        block_m, math_partitions, block_k, stages, *registers, pull_rows=4 if decode else 8
-    )
+    return TilePolicy(block_m, math_partitions, block_k, stages, *registers, pull_rows=4)
 
 
 def l1_tiles(config: MoEConfig, policy: TilePolicy) -> int:

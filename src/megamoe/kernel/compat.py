@@ -58,7 +58,7 @@ def ast_source(
     function: object, signature: dict[str, str], constants: dict[str, object], attributes: dict
 ) -> object:
     """What `triton.compile` takes for a Gluon function, to compile it without a GPU."""
-    # Triton <= 3.8 keeps it in a private module, 3.9 says it in public
+    # Triton 3.6 keeps it in a private module, 3.9 in a public one
     source = getattr(gluon, "GluonASTSource", None)
     if source is None:
         from triton.experimental.gluon._runtime import GluonASTSource as source

@@ -80,7 +80,10 @@ class Context:
     @gluon.jit
     def peer_region(self, ranks, OFFSET: gl.constexpr, dtype: gl.constexpr):
         """Pointers to a region of the buffers of `ranks` (an int32 tensor)."""
-        base = self.buffer + gl.load(self.peers + ranks)
+        if self.spec.ranks == 1:
+            base = self.buffer + ranks.to(gl.int64) * 0
+        else:
+            base = self.buffer + gl.load(self.peers + ranks)
         return (base + OFFSET).to(gl.pointer_type(dtype), bitcast=True)
 
     @gluon.jit

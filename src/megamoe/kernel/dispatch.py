@@ -271,6 +271,19 @@ def pull_scales(ctx, source, token, pool_row, real):
 
 
 @gluon.jit
+def rebase(x, codes, top, dst, copy):
+    """Move e4m3 [rows, groups, 32] from its groups' scales to the rows' scale 2^(top - 127) and
+    store it; returns how many values of each row that changed.
+    """
+    code = gl.load(codes, mask=copy, other=0).to(gl.int32)
+    shift = gl.maximum(code - top[:, None] + 127, 0)
+    value = x.to(gl.float32) * (shift << 23).to(gl.float32, bitcast=True)[:, :, None]
+    rounded = value.to(gl.float8e4nv)
+    gl.store(dst, rounded, mask=copy[:, :, None])
+    return gl.sum(gl.sum((rounded.to(gl.float32) != value).to(gl.int32), 2), 1)
+
+
+@gluon.jit
 def pull_rebased(ctx, source, token, pool_row, real):
     """Copy e4m3 rows with UE8M0 scales per 32, rebased to one power-of-two scale a token.
 
@@ -298,27 +311,34 @@ def pull_rebased(ctx, source, token, pool_row, real):
     dst = gl.multiple_of(dst, 16)[:, None]
     g = gl.arange(0, width, layout=gl.SliceLayout(0, tile))[None, :]
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    codes = codes[:, None] + g
+    offset = (g * 32)[:, :, None] + column
+    src = src[:, :, None] + offset
+    dst = dst[:, :, None] + offset
     STEPS: gl.constexpr = groups // width
+    STRIDE: gl.constexpr = width * 32
     top = gl.zeros((N,), gl.int32, line)
     for i in gl.static_range(STEPS):
-        code = gl.load(codes[:, None] + (i * width + g), mask=copy, other=0).to(gl.int32)
+        code = gl.load(codes + i * width, mask=copy, other=0).to(gl.int32)
         top = gl.maximum(top, gl.max(code, 1))
     changed = gl.zeros((N,), gl.int32, line)
-    ahead = gl.load(
-        src[:, :, None] + (g * 32)[:, :, None] + column, mask=copy[:, :, None], other=0.0
-    )
-    for i in gl.static_range(STEPS):
-        value = ahead
-        code = gl.load(codes[:, None] + (i * width + g), mask=copy, other=0).to(gl.int32)
-        offset = ((i * width + g) * 32)[:, :, None] + column
+    mask = copy[:, :, None]
+    for i in gl.static_range(0, STEPS, 4):
+        # four steps are on their way before the first is used
+        x0 = gl.load(src + i * STRIDE, mask=mask, other=0.0)
         if i + 1 < STEPS:
-            ahead = gl.load(src[:, :, None] + offset + width * 32, mask=copy[:, :, None], other=0.0)
-        shift = gl.maximum(code - top[:, None] + 127, 0)
-        factor = (shift << 23).to(gl.float32, bitcast=True)[:, :, None]
-        value = value.to(gl.float32) * factor
-        rounded = value.to(gl.float8e4nv)
-        gl.store(dst[:, :, None] + offset, rounded, mask=copy[:, :, None])
-        changed += gl.sum(gl.sum((rounded.to(gl.float32) != value).to(gl.int32), 2), 1)
+            x1 = gl.load(src + (i + 1) * STRIDE, mask=mask, other=0.0)
+        if i + 2 < STEPS:
+            x2 = gl.load(src + (i + 2) * STRIDE, mask=mask, other=0.0)
+        if i + 3 < STEPS:
+            x3 = gl.load(src + (i + 3) * STRIDE, mask=mask, other=0.0)
+        changed += rebase(x0, codes + i * width, top, dst + i * STRIDE, copy)
+        if i + 1 < STEPS:
+            changed += rebase(x1, codes + (i + 1) * width, top, dst + (i + 1) * STRIDE, copy)
+        if i + 2 < STEPS:
+            changed += rebase(x2, codes + (i + 2) * width, top, dst + (i + 2) * STRIDE, copy)
+        if i + 3 < STEPS:
+            changed += rebase(x3, codes + (i + 3) * width, top, dst + (i + 3) * STRIDE, copy)
     # 2^(code - 127); code 0 is the subnormal 2^-127, code 255 is NaN
     scale = gl.where(top == 0, 1 << 22, gl.where(top == 255, 0x7FC00000, top << 23)).to(
         gl.float32, bitcast=True
