@@ -88,13 +88,13 @@ if __name__ == "__main__":
                 case(recipe, 2, [37, 5], block_m=16); case(recipe, 4, [300, 0, 5, 1])
             except Exception as ex: print("EXC", recipe, repr(ex)[:600], flush=True)
     if "two" in sys.argv:
-        case("bf16", 2, [37, 5], block_m=16); case("mxfp4", 4, [300, 0, 5, 1], calls=3); case("fp8", 2, [64, 1000], calls=3); case("fp8_block", 1, [300], block_m=128); case("bf16", 1, [300], block_m=128)
+        case("mxfp4", 4, [300, 0, 5, 1], calls=2); case("fp8", 2, [64, 1000], calls=2); case("fp8_block", 1, [300], block_m=128); case("fp8_block", 2, [64, 64], block_m=16)
     if "trace" in sys.argv:
         import os
-        for recipe, t in (("mxfp4", 64), ("fp8", 64), ("fp8", 2048)):
+        for recipe, t in (("mxfp4", 64), ("fp8", 64), ("fp8", 2048), ("mxfp4", 2048)):
             bench(recipe, t, (4096, 2048, 32, 6), trace=f"{os.environ['OUT']}/{recipe}_{t}.pt")
     if "bench" in sys.argv:
         for recipe in ("mxfp4", "fp8", "fp8_block", "bf16"):
-            for t in (64, 256, 512, 2048, 8192) if recipe in ("mxfp4", "fp8") else (64, 2048):
+            for t in {"mxfp4": (64, 256, 512, 2048), "fp8": (64, 512, 2048, 8192), "fp8_block": (2048,), "bf16": ()}[recipe]:
                 try: bench(recipe, t, (4096, 2048, 32, 6))
                 except Exception as ex: print("EXC", recipe, t, repr(ex)[:600], flush=True)

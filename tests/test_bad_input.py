@@ -16,6 +16,9 @@ from helpers import Call, Layer, make_call, make_config, same_bits, wire
 from megamoe import MegaMoE, MoEConfig
 from megamoe.config import MegaMoEConfigError, MegaMoEInputError
 from megamoe.forward import why_not_gluon
+from megamoe.launch import InterpreterBackend
+from megamoe.plan import Plan
+from megamoe.symmetric import MegaMoEError
 from megamoe.weights import CheckpointExperts, WeightsError, pack_weights
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-moe"
@@ -135,6 +138,33 @@ def test_tensors_of_the_wrong_number_of_ranks(name, count, moe, expected):
     after = [buffer.memory for buffer in moe._fused.buffers]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert same_bits(moe(**inputs()), expected)
+
+
+# --- a rank that does not arrive ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", range(RANKS))
+def test_missing_rank_is_named_and_nobody_hangs(missing, monkeypatch):
+    """The others' waits expire, the launch ends, and the buffer stays out of use."""
+    plan = Plan(LAYER.config, programs=2)
+    backend = InterpreterBackend(plan=plan, weights=LAYER.weights(), expire_deadlines=True)
+    model = LAYER.model()
+    model._fused = backend
+    enqueue = backend.machine.enqueue
+
+    def without_missing(rank: int, *args, **kwargs) -> None:
+        if rank != missing:
+            enqueue(rank, *args, **kwargs)
+
+    monkeypatch.setattr(backend.machine, "enqueue", without_missing)
+    # who has given up adds partials that nobody wrote and throws them away: let them be zeros
+    monkeypatch.setattr(backend, "_poison", lambda *args: None)
+    with pytest.raises(MegaMoEError, match=rf"waited 60 s .*rank {missing} did not arrive"):
+        model(**make_call(LAYER.config, 1, seed=3).arguments)
+    for rank in set(range(RANKS)) - {missing}:
+        with pytest.raises(MegaMoEError, match=f"rank {rank}, call 1: .*rank {missing} did not"):
+            backend.buffers[rank].check(rank=rank)
+    backend.buffers[missing].check(rank=missing)
 
 
 # --- set-up ------------------------------------------------------------------------------------

@@ -105,6 +105,13 @@ def test_an_argument_without_a_type_is_named(monkeypatch):
         offline.compile_kernel(offline.policy_cases()[0])
 
 
+@needs_triton
+def test_a_kernel_that_triton_refuses_is_named(monkeypatch):
+    monkeypatch.setattr(offline, "SCALARS", offline.SCALARS | {"tokens": "*fp32"})
+    with pytest.raises(offline.OfflineError, match="^bf16-16 does not compile with Triton 3"):
+        offline.compile_kernel(offline.policy_cases()[0])
+
+
 # --- the reader of machine code ----------------------------------------------------------------
 
 

@@ -57,6 +57,7 @@ def expected():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, SEEDS, SEEDS_A_TEST))
 @pytest.mark.parametrize("name", SCENES)
 def test_every_seed_gives_the_same_bits(name, start, expected):

@@ -1,4 +1,4 @@
-"""The command line: `megamoe doctor | plan | run`.
+"""The command line: `megamoe doctor | plan | run | bench | trace`.
 
 Exit status: 0 all well, 1 a check failed, 2 the request cannot be carried out (one line on stderr
 says why).
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megamoe import doctor
+from megamoe import cli_measure, doctor
 from megamoe.charts import bars, sparkline
 from megamoe.progress import Progress
 
@@ -53,15 +53,19 @@ def _faults() -> tuple[type[Exception], ...]:
 def _refusals() -> tuple[type[Exception], ...]:
     """The exceptions whose message is for the user; any other is a bug and keeps its trace."""
     try:
+        from megamoe.bench_cases import BenchError
         from megamoe.checkpoint import WeightsError
         from megamoe.config import MegaMoEConfigError, MegaMoEInputError
+        from megamoe.timeline import TimelineError
         from megamoe.trial import TrialError
     except (ImportError, OSError):  # torch is missing or broken: the doctor says so itself
         return (doctor.BackendError, OSError)
     return (
         doctor.BackendError,
+        BenchError,
         MegaMoEConfigError,
         MegaMoEInputError,
+        TimelineError,
         TrialError,
         WeightsError,
         OSError,
@@ -77,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_plan(commands)
     _add_run(commands)
+    cli_measure.add_commands(commands)
     return parser
 
 

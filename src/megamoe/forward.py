@@ -66,6 +66,8 @@ class MegaMoE:
         self.launches: list[list[str]] = []
         self._weights = weights
         self._seed = seed
+        if programs is not None and programs < 1:
+            raise ValueError(f"programs must be at least 1, got {programs}")
         self._programs = programs or default_programs(self.backend, config)
         self._fused = self._make_backend(Plan(config, programs=self._programs, trace=trace_events))
         self._chain: InterpreterBackend | GluonBackend | None = None

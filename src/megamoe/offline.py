@@ -183,7 +183,7 @@ def compile_kernel(case: Case) -> Compiled:
     """Compile one kernel as a launch on an H200 would, without a GPU.
 
     Raises ValueError: the configuration leaves block_m open. OfflineError: there is no Triton, or
-    one without its disassembler.
+    it refuses the kernel.
     """
     if case.config.block_m is None:
         raise ValueError("block_m is None: name the tile to compile, one of " + _names(BLOCK_MS))
@@ -192,12 +192,15 @@ def compile_kernel(case: Case) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    source, target = _source(case), GPUTarget("cuda", CAPABILITY, WARP)
     started = time.perf_counter()
-    kernel = triton.compile(
-        _source(case),
-        target=GPUTarget("cuda", CAPABILITY, WARP),
-        options=dict(OPTIONS),
-    )
+    try:
+        kernel = triton.compile(source, target=target, options=dict(OPTIONS))
+    except Exception as error:
+        while error.__cause__ is not None:  # each function on the way wraps the first message
+            error = error.__cause__
+        version = f"Triton {compat.TRITON_VERSION}"
+        raise OfflineError(f"{case.name} does not compile with {version}: {error}") from error
     seconds = time.perf_counter() - started
     usage, text = _disassemble(kernel.asm["cubin"])
     found = re.search(r"\bREG:(\d+) STACK:(\d+)", usage)
@@ -220,7 +223,9 @@ def _source(case: Case) -> object:
     function = getattr(mega, case.launch.kernel)
     missing = [n for n in function.arg_names if n not in types and n != "spec"]
     if missing:
-        raise OfflineError(f"{case.launch.kernel} takes {_names(missing)}: name the type in SCALARS")
+        raise OfflineError(
+            f"{case.launch.kernel} takes {_names(missing)}: name the type in SCALARS"
+        )
     signature = {n: types.get(n, "constexpr") for n in function.arg_names}
     # tensors are aligned to 16 bytes, as a launch would find out
     aligned = {
@@ -312,8 +317,8 @@ Clamp, where there is one: {CLAMP:g}.
 
 - **registers**: of a thread at launch, then what the roles trade them for: math / dispatch / the
   single warps.
-- **stack**: bytes of local memory a thread has; what is spilled there outside the K loops costs a
-  few cycles a tile.
+- **stack**: bytes of local memory a thread has, as many as the role that needs most of them; used
+  outside the K loops only, unless the next column says otherwise.
 - **K loops**: spill stores / spill loads per turn, over the K loops of all math partitions.
 - **WGMMA**: tensor core instructions of the whole kernel, QGMMA for FP8 and HGMMA for bf16.
 - **s**: seconds to compile, on a machine that was doing other things too.

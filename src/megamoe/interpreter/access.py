@@ -54,6 +54,8 @@ def load(task: object, pointer: Pointer, mask: object = None, other: object = No
     on = _is_true(mask)
     if not pointer.terms and not pointer._shape and on:
         alloc, offset = _scalar_place(task, pointer.base, dtype.itemsize)
+        if task.machine.cost is not None:
+            task.machine.cost.load(task, dtype.itemsize, alloc.rank)
         if not alloc.readonly:
             check_scalar(
                 task.clock,
@@ -103,6 +105,8 @@ def _read_runs(task: object, access: Access, dtype: DType) -> np.ndarray:
             event = event or clock.event(GENERIC, where())
             check_read(clock, runs, event, GENERIC)
         raw = load_raw(runs, dtype).reshape(-1, access.count)
+        if task.machine.cost is not None:
+            task.machine.cost.load(task, raw.nbytes, runs.alloc.rank)
         if rows is None:
             return raw
         if out is None:
@@ -119,6 +123,8 @@ def store(task: object, pointer: Pointer, value: object, mask: object = None) ->
     on = _is_true(mask)
     if not pointer.terms and not pointer._shape and on and not value.shape:
         alloc, offset = _scalar_place(task, pointer.base, dtype.itemsize)
+        if task.machine.cost is not None:
+            task.machine.cost.store(task, dtype.itemsize, alloc.rank)
         check_scalar(
             clock, alloc, offset, dtype.itemsize, clock.event(GENERIC, where()), GENERIC, True
         )
@@ -136,6 +142,9 @@ def store(task: object, pointer: Pointer, value: object, mask: object = None) ->
     event = clock.event(GENERIC, where())
     for runs, rows in task.machine.memory.split(access.addr, access.count * dtype.itemsize):
         check_write(clock, runs, event, GENERIC)
+        if task.machine.cost is not None:
+            part = raw if rows is None else raw[rows]
+            task.machine.cost.store(task, part.nbytes, runs.alloc.rank)
         store_raw(runs, dtype, raw if rows is None else raw[rows])
         notify_runs(runs)
     clock.scattered = True
@@ -175,6 +184,8 @@ def synchronise(
 ) -> None:
     """The order that atomics (`op` "rmw", "load" or "store") at these places give."""
     clock = task.clock
+    if task.machine.cost is not None:
+        task.machine.cost.flag(task, scope)
     if op != "store":
         known = [f for f in (a.flags.get(o) for a, o in places) if f is not None]
         if sem in ("acquire", "acq_rel"):
@@ -244,6 +255,8 @@ def atomic(
     compare = None if compare is None else cast(as_tensor(compare), dtype, False)
     on = _is_true(mask)
     task.machine.events["atomics"] += 1
+    if task.machine.cost is not None:
+        task.machine.cost.atomic(task, scope)
     task.pause()
     if not pointer.terms and not pointer._shape and not value.shape:
         if not on:

@@ -272,10 +272,11 @@ class Descriptor:
 
 
 class Copy:
-    """A TMA copy under way."""
+    """A TMA copy under way, which lands at the simulated time `ns`."""
 
-    def __init__(self, task: object, place: tuple, finish: Callable[[], None]):
+    def __init__(self, task: object, place: tuple, finish: Callable[[], None], ns: float):
         self.task, self.place, self.finish, self.done = task, place, finish, False
+        self.ns = ns
 
     def land(self) -> None:
         try:
@@ -331,6 +332,8 @@ class tma:  # noqa: N801 (stands for the module of that name)
         b.in_flight += 1
         task.cta.copies += 1
         task.machine.events["tma_loads"] += 1
+        cost = task.machine.cost
+        landing = 0.0 if cost is None else cost.tma(task, result.data.nbytes)
 
         def finish() -> None:
             if parts and all(
@@ -350,10 +353,10 @@ class tma:  # noqa: N801 (stands for the module of that name)
                     )
             result.write[...] = event
             task.cta.copies -= 1
-            b.land(result.data.nbytes, clock.completion(event))
+            b.land(result.data.nbytes, clock.completion(event, landing))
             task.machine.effects += 1
 
-        task.machine.pending.append(Copy(task, place, finish))
+        task.machine.pending.append(Copy(task, place, finish, landing))
         task.effect()
 
     async_copy_global_to_shared = async_load
@@ -371,6 +374,9 @@ class tma:  # noqa: N801 (stands for the module of that name)
         for runs, _ in parts:
             check_write(clock, runs, write, ASYNC)
 
+        cost = task.machine.cost
+        landing = 0.0 if cost is None else cost.tma(task, src.data.nbytes)
+
         def finish() -> None:
             for runs, _ in parts:
                 raw = np.ascontiguousarray(src.data[region]).view(desc.dtype.store)
@@ -381,7 +387,7 @@ class tma:  # noqa: N801 (stands for the module of that name)
             if task.waiting is not None and task.stores and task.stores[0][0].done:
                 task.wake()
 
-        copy = Copy(task, place, finish)
+        copy = Copy(task, place, finish, landing)
         task.stores.append((copy, read, write))
         task.machine.events["tma_stores"] += 1
         task.machine.pending.append(copy)
@@ -401,6 +407,7 @@ class tma:  # noqa: N801 (stands for the module of that name)
             while not copy.done:
                 task.block(lambda: f"waits for {len(task.stores)} TMA stores")
             task.stores.pop(0)
+            task.clock.ns = max(task.clock.ns, copy.ns)
             task.clock.learn_async(read)
             if not read_only:
                 task.clock.learn_async(write)

@@ -16,6 +16,7 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from . import dtypes as dt
+from .cost import CostTable
 from .errors import AsyncFault, BarrierFault, Deadlock, KernelError, Livelock
 from .faults import locate, party
 from .hopper import Descriptor
@@ -47,9 +48,12 @@ class Buffer:
 
 
 class Program:
-    """One CTA: its barriers, clock slots, and TMA loads under way."""
+    """One CTA: its barriers, clock slots, and TMA loads under way; until when (simulated ns) its
+    TMA unit and its tensor cores are busy.
+    """
 
     def __init__(self) -> None:
+        self.tma_ns = self.mma_ns = 0.0
         self.barriers: list = []
         self.slots: list[int] = []
         self.copies = 0
@@ -183,6 +187,8 @@ class Machine:
         self.expire_deadlines, self.deadline_ns = expire_deadlines, deadline_ns
         self.max_steps, self.progress = max_steps, progress
         self.time_ns = 1_000_000_000
+        # set it to simulate time: then the task furthest behind runs next, whatever the seed
+        self.cost: CostTable | None = None
         self.launches: list[tuple[int, str]] = []
         self.steps = 0
         self.events = {"tma_loads": 0, "tma_stores": 0, "mmas": 0, "atomics": 0}
@@ -196,10 +202,11 @@ class Machine:
         self.effects = 0  # changes that others may see
         self._idle_wakes = self._idle_effects = 0
 
-    @property
-    def now(self) -> int:
-        """What %globaltimer reads: a nanosecond a scheduler step, so that traces show the order."""
-        return self.time_ns + self.steps
+    def timer(self, task: Task) -> int:
+        """What %globaltimer reads: the task's simulated time, or a nanosecond a scheduler step, so
+        that traces show the order.
+        """
+        return self.time_ns + (self.steps if self.cost is None else int(task.clock.ns))
 
     # --- buffers and arguments --------------------------------------------------------------------
 
@@ -376,7 +383,7 @@ class Machine:
             self.steps += 1
             if self.steps % 10_000 == 0:
                 self._check_steps()
-            k = int(self.rng.random() * total)
+            k = int(self.rng.random() * total) if self.cost is None else self._furthest_behind()
             if k < n:
                 task = ready[k]
                 last = ready.pop()
@@ -385,6 +392,12 @@ class Machine:
                 return task
             op = pending.pop(k - n)
             op.land()
+
+    def _furthest_behind(self) -> int:
+        """Place among the tasks that can run, then the copies under way, of the earliest time."""
+        times = [task.clock.ns for task in self.ready]
+        times += [operation.ns for operation in self.pending]
+        return times.index(min(times))
 
     def _check_steps(self) -> None:
         if self.progress is not None:
@@ -399,7 +412,8 @@ class Machine:
         tasks = list(self.tasks)
         soft = [t for t in tasks if t.soft]
         timed = [t for t in tasks if t.timed]
-        limit = 64 + 2 * len(tasks)
+        # a wait of several lanes looks at its deadline lane by lane, every 32 polls
+        limit = (8192 if self.expire_deadlines else 64) + 2 * len(tasks)
         if self._idle_effects != self.effects:
             self._idle_effects, self._idle_wakes = self.effects, 0
         self._idle_wakes += 1

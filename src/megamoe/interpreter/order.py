@@ -50,14 +50,20 @@ def _join(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
 
 
 class Knowledge:
-    """What a release hands over: clocks, and the clocks that were proxy-fenced (global, shared).
-    Immutable.
+    """What a release hands over: clocks, the clocks that were proxy-fenced (global, shared), and
+    the simulated time `ns`.  Immutable.
     """
 
-    __slots__ = ("fenced", "sfenced", "vc")
+    __slots__ = ("fenced", "ns", "sfenced", "vc")
 
-    def __init__(self, vc: np.ndarray, fenced: np.ndarray | None, sfenced: np.ndarray | None):
-        self.vc, self.fenced, self.sfenced = vc, fenced, sfenced
+    def __init__(
+        self,
+        vc: np.ndarray,
+        fenced: np.ndarray | None,
+        sfenced: np.ndarray | None,
+        ns: float = 0.0,
+    ):
+        self.vc, self.fenced, self.sfenced, self.ns = vc, fenced, sfenced, ns
 
     def join(self, other: Knowledge | None) -> Knowledge:
         if other is None or other is self:
@@ -66,6 +72,7 @@ class Knowledge:
             _join(self.vc, other.vc),
             _join(self.fenced, other.fenced),
             _join(self.sfenced, other.sfenced),
+            max(self.ns, other.ns),
         )
 
 
@@ -74,11 +81,12 @@ def join(a: Knowledge | None, b: Knowledge | None) -> Knowledge | None:
 
 
 class Clock:
-    """A task's view of everybody's progress."""
+    """A task's view of everybody's progress; `ns` is its simulated time, 0 without a cost table."""
 
     __slots__ = (
         "events",
         "fenced",
+        "ns",
         "order",
         "pending",
         "scattered",
@@ -110,6 +118,7 @@ class Clock:
             self.seen, self.pending = parent.seen, _join(parent.pending, start.fenced)
             self.sseen = _join(parent.sseen, start.sfenced)
         self.vc[slot] = order.tick(slot)
+        self.ns = start.ns if start else 0.0
         self.scattered = False  # accesses by all warps since the last barrier, which orders them
         self.ordered = int(self.vc[slot]) - 1
         self.events: dict[tuple, int] = {}
@@ -142,11 +151,11 @@ class Clock:
         slot = self.slot + lane
         return self.order.new_event(slot, self.order.tick(slot), ASYNC, self.task, where)
 
-    def completion(self, event: int) -> Knowledge:
-        """What the completion of that operation publishes: the operation itself."""
+    def completion(self, event: int, ns: float = 0.0) -> Knowledge:
+        """What the completion of that operation, at time `ns`, publishes: the operation itself."""
         vc = np.zeros(self.vc.size, np.int32)
         vc[self.order.slots[event]] = self.order.clks[event]
-        return Knowledge(vc, None, None)
+        return Knowledge(vc, None, None, ns)
 
     def learn_async(self, event: int) -> None:
         slot = self.order.slots[event]
@@ -165,7 +174,7 @@ class Clock:
         vc = self.vc.copy()
         if not whole_partition and self.scattered:
             vc[self.slot] = self.ordered
-        return Knowledge(vc, self.fenced, self.sfenced)
+        return Knowledge(vc, self.fenced, self.sfenced, self.ns)
 
     def release(self, whole_partition: bool = True) -> Knowledge:
         out = self.snapshot(whole_partition)
@@ -175,6 +184,8 @@ class Clock:
     def acquire(self, k: Knowledge | None) -> None:
         if k is None:
             return
+        if k.ns > self.ns:
+            self.ns = k.ns
         own = self.vc[self.slot]
         vc = _join(self.vc, k.vc)
         self.vc = vc.copy() if vc is k.vc or vc is self.vc else vc

@@ -136,7 +136,7 @@ class Lanes:
     def _special(self, name: str) -> int:
         task = self.task
         if name == "%globaltimer":
-            return task.machine.now
+            return task.machine.timer(task)
         if name in ("%clock64", "%clock"):
             return task.machine.steps
         if name in ("%ctaid.x", "%smid"):

@@ -89,6 +89,7 @@ class Mma:
     def __init__(self, a: object, b: SharedMemory, acc: object, event: int):
         self.a, self.b, self.acc, self.event = a, b, acc, event
         self.shape = (a.shape[0], b.shape[1])
+        self.ns = 0.0  # when it is done, in simulated time
         self.value: np.ndarray | None = None
 
     def execute(self) -> None:
@@ -149,6 +150,8 @@ def warpgroup_mma(
         if isinstance(operand, SharedMemory):
             check_shared_read(clock, operand, event, True)
     op = Mma(a, b, acc if bool(use_acc) else None, event)
+    if task.machine.cost is not None:
+        op.ns = task.machine.cost.mma(task, (*op.shape, b.shape[0]), b.dtype.itemsize)
     task.mmas.append(op)
     task.machine.events["mmas"] += 1
     if is_async:
@@ -166,6 +169,7 @@ def warpgroup_mma_wait(num_outstanding: object = 0, deps: Sequence | None = None
     while len(task.mmas) > keep:
         op = task.mmas.pop(0)
         op.execute()
+        task.clock.ns = max(task.clock.ns, op.ns)
         task.clock.learn_async(op.event)
     out = []
     for dep in deps:

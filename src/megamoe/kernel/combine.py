@@ -43,7 +43,7 @@ def combine_role(ctx, WORKER: gl.constexpr, WORKERS: gl.constexpr, ROLE: gl.cons
         for slot in gl.static_range(TOPK):
             active += (gl.load(topk_idx + token * spec.topk + slot) >= 0).to(gl.int32)
         begin = now(ctx)
-        wait_sys(
+        seen = wait_sys(
             arrivals + token,
             active,
             ctx.status() + token * 0,
@@ -52,13 +52,19 @@ def combine_role(ctx, WORKER: gl.constexpr, WORKERS: gl.constexpr, ROLE: gl.cons
             spec.timeout_ns,
         )
         ready = now(ctx)
+        # after an abort: a token that is not complete becomes NaN, not a sum of what there is
+        complete = (seen >= active)[:, None]
         row = partials + token.to(gl.int64)[:, None] * (spec.topk * spec.padded_hidden) + column
         total = gl.zeros((COMBINE_TOKENS, COMBINE_COLUMNS), gl.float32, layout)
         for slot in gl.static_range(TOPK):
             used = (gl.load(topk_idx + token * spec.topk + slot) >= 0)[:, None]
             total += gl.load(
-                row + slot * spec.padded_hidden, mask=used, other=0.0, cache_modifier=".cg"
+                row + slot * spec.padded_hidden,
+                mask=used & complete,
+                other=0.0,
+                cache_modifier=".cg",
             ).to(gl.float32)
+        total = gl.where(complete, total, float("nan"))
         target = ctx.y + token.to(gl.int64)[:, None] * spec.hidden + column
         gl.store(target, total.to(gl.bfloat16), mask=real[:, None] & (column < spec.hidden))
         record(ctx, ROLE, event, COMBINE, unit, 0, begin, ready, now(ctx))

@@ -56,7 +56,7 @@ def make_context(
     epoch = gl.load(control + CONTROL_EPOCH)
     if (spec.phases == "fused") | (spec.phases == "dispatch"):
         # the launches of the chain after dispatch belong to the call that dispatch has begun
-        epoch += 1
+        epoch = (epoch.to(gl.int64) + 1).to(gl.int32)  # wraps after 2^31 calls
     return Context(
         spec,
         buffer,

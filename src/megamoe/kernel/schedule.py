@@ -42,7 +42,7 @@ def wait_for_counts(ctx, layout: gl.constexpr):
     )
     # each thread has acquired its own lane's flag only
     cta_barrier()
-    return gl.min((seen - ctx.epoch >= 0).to(gl.int32), 0)
+    return gl.min(((seen.to(gl.int64) - ctx.epoch).to(gl.int32) >= 0).to(gl.int32), 0)
 
 
 @gluon.jit
