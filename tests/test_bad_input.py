@@ -14,11 +14,11 @@ import torch
 from helpers import Call, Layer, make_call, make_config, same_bits, wire
 
 from megamoe import MegaMoE, MoEConfig
-from megamoe.config import MegaMoEConfigError, MegaMoEInputError
+from megamoe.config import MegaMoEConfigError, MegaMoEInputError, RankInputs
 from megamoe.forward import why_not_gluon
 from megamoe.launch import InterpreterBackend
 from megamoe.plan import Plan
-from megamoe.symmetric import MegaMoEError
+from megamoe.symmetric import MegaMoEError, SymmetricBuffer
 from megamoe.weights import CheckpointExperts, WeightsError, pack_weights
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-moe"
@@ -233,3 +233,28 @@ def test_checkpoint_of_another_kind_or_shape():
 def test_a_call_object_is_complete():
     """The helper passes every input: a refused call above is refused for the reason it names."""
     assert set(inputs()) == {f.name for f in dataclasses.fields(Call)}
+
+
+def test_an_id_out_of_range_that_reaches_the_kernel_harms_only_its_token():
+    """On a GPU nobody reads the ids before the launch: the kernel skips the slot, reports it, and
+    the token becomes NaN; every other row has its bits.
+    """
+    moe = LAYER.model()
+    given = inputs()
+    good = [y.clone() for y in moe(**given)]
+    write, last = SymmetricBuffer.write_inputs, moe._fused.buffers[-1]
+
+    def spoilt(buffer: SymmetricBuffer, rank_inputs: RankInputs) -> None:
+        write(buffer, rank_inputs)
+        if buffer is last:
+            buffer.view("topk_idx")[1, 0] = LAYER.config.experts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SymmetricBuffer, "write_inputs", spoilt)
+        patch.setattr(moe, "check", lambda: None)
+        y = moe(**given)
+    with pytest.raises(MegaMoEError, match="rank 2.*slot 2 of topk_idx holds expert 6"):
+        moe.check()
+    assert all(torch.equal(*pair) for pair in zip(y[:-1], good[:-1], strict=True))
+    assert y[-1][1].isnan().all()
+    assert torch.equal(y[-1][[0, 2]], good[-1][[0, 2]])

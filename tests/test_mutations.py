@@ -80,7 +80,8 @@ WAITS = [
     Mutation(
         "counts are not waited for",
         (("source * 0 + ctx.epoch, ctx.status()", "source * 0, ctx.status()"),
-         ("return gl.min((seen - ctx.epoch >= 0).to(gl.int32), 0)", "return 1")),
+         ("return gl.min(((seen.to(gl.int64) - ctx.epoch).to(gl.int32) >= 0).to(gl.int32), 0)",
+          "return 1")),
         "DataRace",
     ),
     broken("ring slot is not waited for", "if blocks > spec.ring_blocks:", "if blocks < 0:",
@@ -270,7 +271,7 @@ NOT_CAUGHT = [
     ),
     (
         broken("counts read before all lanes acquired",
-               "cta_barrier() return gl.min((seen", "return gl.min((seen", ""),
+               "cta_barrier() return gl.min(((seen", "return gl.min(((seen", ""),
         "a partition is one task: what one of its threads has acquired, all have",
     ),
     (

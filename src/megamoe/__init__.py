@@ -4,10 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megamoe.checkpoint import CheckpointExperts, quantise_experts
     from megamoe.config import MegaMoEConfigError, MegaMoEInputError, MoEConfig
+    from megamoe.distributed import SymmetricMoE
     from megamoe.forward import MegaMoE
     from megamoe.symmetric import MegaMoEError
-    from megamoe.weights import CheckpointExperts, pack_weights, quantise_experts
+    from megamoe.weights import pack_weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,18 +19,20 @@ __all__ = [
     "MegaMoEError",
     "MegaMoEInputError",
     "MoEConfig",
+    "SymmetricMoE",
     "pack_weights",
     "quantise_experts",
 ]
 _HOME = {
-    "CheckpointExperts": "weights",
+    "CheckpointExperts": "checkpoint",
     "MegaMoE": "forward",
     "MegaMoEConfigError": "config",
     "MegaMoEError": "symmetric",
     "MegaMoEInputError": "config",
     "MoEConfig": "config",
+    "SymmetricMoE": "distributed",
     "pack_weights": "weights",
-    "quantise_experts": "weights",
+    "quantise_experts": "checkpoint",
 }
 
 

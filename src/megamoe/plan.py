@@ -199,7 +199,7 @@ class KernelSpec:
 
     @property
     def pull_groups(self) -> int:
-        """Scale groups of a row that dispatch moves in a step: a power of two that divides the row."""
+        """Scale groups of a row that dispatch moves in a step; a power of two."""
         return min(16, largest_power_of_two_in(self.padded_hidden // 32))
 
     @property

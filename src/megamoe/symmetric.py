@@ -46,7 +46,8 @@ class SymmetricBuffer:
     def __init__(self, *, plan: Plan, memory: torch.Tensor) -> None:
         if memory.dtype != torch.uint8 or memory.numel() != plan.nbytes:
             raise ValueError(
-                f"the buffer needs {plan.nbytes} bytes of uint8, got {memory.numel()} of {memory.dtype}"
+                f"the buffer needs {plan.nbytes} bytes of uint8, "
+                f"got {memory.numel()} of {memory.dtype}"
             )
         self.plan = plan
         self.memory = memory
@@ -65,7 +66,8 @@ class SymmetricBuffer:
         """Copy one rank's checked and quantised inputs; columns past `hidden` stay zero."""
         config, tokens = self.plan.config, inputs.x.shape[0]
         self.view("x")[:tokens, : config.hidden] = inputs.x
-        self.view("topk_idx")[:tokens] = inputs.topk_idx
+        # ids out of range stay out of range as int32
+        self.view("topk_idx")[:tokens] = inputs.topk_idx.clamp(-2, config.experts)
         self.view("topk_weights")[:tokens] = inputs.topk_weights
         if config.x_scales == "ue8m0_32":
             codes = formats.unpack_ue8m0_int32(inputs.x_scale)[:, : config.hidden // 32]
@@ -115,6 +117,7 @@ class SymmetricBuffer:
             )
         blame = f"rank {index} did not arrive" if phase == 1 else f"index {index}"
         raise MegaMoEError(
-            f"rank {rank}, call {self.epoch()}: waited {self.plan.config.timeout_s:g} s for {what} ({blame}): "
+            f"rank {rank}, call {self.epoch()}: waited {self.plan.config.timeout_s:g} s for {what} "
+            f"({blame}): "
             f"wanted {wanted}, saw {seen}. The buffer must be set up again."
         )

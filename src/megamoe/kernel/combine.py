@@ -40,8 +40,11 @@ def combine_role(ctx, WORKER: gl.constexpr, WORKERS: gl.constexpr, ROLE: gl.cons
         real = token < ctx.tokens
         token = gl.minimum(token, ctx.tokens - 1)
         active = token * 0
+        bad = token * 0
         for slot in gl.static_range(TOPK):
-            active += (gl.load(topk_idx + token * spec.topk + slot) >= 0).to(gl.int32)
+            expert = gl.load(topk_idx + token * spec.topk + slot)
+            active += ((expert >= 0) & (expert < spec.experts)).to(gl.int32)
+            bad += ((expert < -1) | (expert >= spec.experts)).to(gl.int32)
         begin = now(ctx)
         seen = wait_sys(
             arrivals + token,
@@ -52,8 +55,8 @@ def combine_role(ctx, WORKER: gl.constexpr, WORKERS: gl.constexpr, ROLE: gl.cons
             spec.timeout_ns,
         )
         ready = now(ctx)
-        # after an abort: a token that is not complete becomes NaN, not a sum of what there is
-        complete = (seen >= active)[:, None]
+        # NaN, not a sum of what there is: after an abort, or with an expert id out of range
+        complete = ((seen >= active) & (bad == 0))[:, None]
         row = partials + token.to(gl.int64)[:, None] * (spec.topk * spec.padded_hidden) + column
         total = gl.zeros((COMBINE_TOKENS, COMBINE_COLUMNS), gl.float32, layout)
         for slot in gl.static_range(TOPK):

@@ -91,7 +91,6 @@ st.relaxed.sys.global.b32 [$1+8], $2;
 st.relaxed.sys.global.b32 [$1+12], $3;
 st.relaxed.sys.global.b32 [$1+16], 0;
 st.relaxed.sys.global.b32 [$1+20], $4;
-st.release.sys.global.b32 [$1+4], 1;
 done:
 }
 """
@@ -131,7 +130,7 @@ def wait_sys(flag, wanted, status, PHASE: gl.constexpr, index, TIMEOUT: gl.const
 
 @gluon.jit
 def report(status, PHASE: gl.constexpr, index, seen, failed):
-    """Write an error that is no wait to `status` where `failed` is not 0, and abort."""
+    """Write an error of this rank's own input to `status` where `failed` is not 0.  No abort."""
     phase = index * 0 + PHASE
     gl.inline_asm_elementwise(
         REPORT,
