@@ -46,7 +46,6 @@ SCALARS = {
     "rank": "i32",
     "tokens": "i32",
     "y": "*bf16",
-    "w1_data": "*i8",
     "w1_scale": "*fp32",
     "w2_scale": "*fp32",
     "w1_offset": "*i32",

@@ -297,7 +297,7 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     stages = min(6, (SHARED_BYTES - SHARED_SCRATCH) // stage)
     # per thread: over the warpgroups they add up to what the launch has (6 x 80 in decode, 4 x 128
     # in prefill)
-    registers = (96, 56, 40) if decode else (208, 56, 40)
+    registers = (88, 96, 32) if decode else (200, 80, 32)
     return TilePolicy(block_m, math_partitions, block_k, stages, *registers, pull_rows=4)
 
 

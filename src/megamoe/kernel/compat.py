@@ -72,6 +72,22 @@ def load_module(compiled: object) -> None:
     compiled._init_handles()
 
 
+# private in Triton 3.6, public in 3.9
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """Another view of shared memory."""
+        return memory.reinterpret(dtype, shape, layout)
+
+else:
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """Another view of shared memory."""
+        return memory._reinterpret(dtype, shape, layout)
+
+
 __all__ = [
     "TRITON_VERSION",
     "aggregate",
@@ -82,6 +98,7 @@ __all__ = [
     "gluon",
     "load_module",
     "mbarrier",
+    "reinterpret",
     "tma",
     "tma_load",
     "warpgroup_mma",

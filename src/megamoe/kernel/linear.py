@@ -13,6 +13,7 @@ from megamoe.kernel.compat import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -118,7 +119,7 @@ def token_scales(
         VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         STAGES: gl.constexpr = spec.stages
         PER_STAGE: gl.constexpr = spec.stage_scale_rows * HALVES
-        plain = rings.x_scale._reinterpret(gl.float32, [STAGES * PER_STAGE, ROWS], VIEW)
+        plain = reinterpret(rings.x_scale, gl.float32, [STAGES * PER_STAGE, ROWS], VIEW)
         return plain.index(stage * PER_STAGE + G * HALVES + PART).load(gl.SliceLayout(1, layout))[
             :, None
         ]
@@ -299,7 +300,8 @@ def k_loop_mxfp4(
                 )
                 part, second = warpgroup_mma_wait(0, deps=[part, second])
             else:
-                part = warpgroup_mma_wait(0, deps=[part])
+                # acc too: else the sum before waits for the next product, and both parts spill
+                part, acc = warpgroup_mma_wait(0, deps=[part, acc])
             if X_SCALED:
                 part_scale = token_scales(spec, rings, stage, g, PART, layout)
                 if PAIR == 2:
@@ -314,10 +316,6 @@ def k_loop_mxfp4(
                 acc += part
                 if PAIR == 2:
                     acc += second
-            if BLOCK_M >= 64:
-                # else the assembler starts the next group early and spills: two parts do not fit
-                # in registers
-                cta_barrier()
         low_offsets = next_low
         high_offsets = next_high
         step += 1
