@@ -291,7 +291,7 @@ def test_a_wait_that_expired_poisons_until_set_up_again(world):
     moes[0].check()
     buffer.view("control")[0] = 5
     buffer.view("counts_ready")[:3] = torch.tensor([5, 4, 5])
-    buffer.view("status")[:6] = torch.tensor([1, 1, 1, 1, 5, 4])
+    buffer.view("status")[:7] = torch.tensor([1, 1, 1, 1, 5, 4, 1])
     with pytest.raises(MegaMoEError, match="rank 0, call 5: .*expected 5, saw 4; rank 1 did not"):
         moes[0].check()
     with pytest.raises(MegaMoEError, match="until setup.*rank 1 did not arrive"):
@@ -311,7 +311,7 @@ def test_the_memory_of_a_missing_rank_is_not_read(world):
     buffer = moes[0]._fused.buffer
     buffer.view("control")[0] = 5
     buffer.view("counts_ready")[:3] = torch.tensor([5, 4, 5])
-    buffer.view("status")[:6] = torch.tensor([1, 1, 1, 1, 5, 4])
+    buffer.view("status")[:7] = torch.tensor([1, 1, 1, 1, 5, 4, 1])
     read = []
     of = moes[0]._fused.shared.status_of
     moes[0]._fused.shared = replace(
@@ -384,7 +384,7 @@ def test_a_known_failure_stops_the_next_call(called):
         failed = True
 
     moe._watch = Watch()
-    moe._fused.buffer.view("status")[:6] = torch.tensor([1, 1, 6, 4, 0, 99])
+    moe._fused.buffer.view("status")[:7] = torch.tensor([1, 0, 6, 4, 0, 99, 1])
     with pytest.raises(MegaMoEError, match="slot 4 of topk_idx holds expert 99"):
         moe.forward(weights=weights, **arguments(moe.config, 3))
     assert log == []
@@ -514,9 +514,9 @@ def test_a_failure_elsewhere_is_reported_here():
 
 
 def test_a_report_counts_once_it_is_complete():
-    words = [1, 0, 5, 3, 9, 4]
+    words = [1, 1, 5, 3, 9, 4, 0]
     assert failure_of(words, rank=0, call=7) is None
-    words[1] = 1
+    words[6] = 1
     assert failure_of(words, rank=0, call=7) == failed(5, 3)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megamoe.config import MoEConfig
 from megamoe.kernel.sync import PHASE_NAMES
-from megamoe.symmetric import SymmetricBuffer
+from megamoe.plan import STATUS_REPORTED
+
+if TYPE_CHECKING:
+    from megamoe.symmetric import SymmetricBuffer
 
 COUNTS, PARTIALS, BAD_EXPERT = 1, 5, 6
 
@@ -39,7 +43,7 @@ class Failure:
 
 def failure_of(status: Sequence[int], *, rank: int, call: int) -> Failure | None:
     """The report in a `status` region, if there is a complete one."""
-    if not status[1]:
+    if not status[STATUS_REPORTED]:
         return None
     phase, index, wanted, seen = status[2:6]
     return Failure(rank=rank, call=call, phase=phase, index=index, wanted=wanted, seen=seen)

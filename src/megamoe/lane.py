@@ -11,7 +11,7 @@ from megamoe.config import MegaMoEInputError
 from megamoe.group_memory import SharedMemory
 from megamoe.kernel import mega
 from megamoe.launch import OPTIONS, Launch, compile_launch, fixed_arguments
-from megamoe.plan import BLOCK_MS, KernelSpec, Plan, TilePolicy
+from megamoe.plan import BLOCK_MS, STATUS_REPORTED, KernelSpec, Plan, TilePolicy
 from megamoe.symmetric import MegaMoEError, SymmetricBuffer
 
 
@@ -105,8 +105,8 @@ class StatusWatch:
 
     @property
     def failed(self) -> bool:
-        """Whether a wait is known to have expired: as of the last copy that ended."""
-        return bool(self._words[1])
+        """Whether the kernel is known to have given up: as of the last copy that ended."""
+        return bool(self._words[STATUS_REPORTED])
 
     def refresh(self) -> None:
         """Begin another copy, unless one is still under way."""

@@ -36,8 +36,9 @@ ITEMSIZE = {
 # int32 words of the `control` region, one 128-byte line each so that no two flags share a line
 CONTROL = {"epoch": 0, "counted": 32, "used_tokens": 64, "used_blocks": 96, "inexact": 128}
 CONTROL_WORDS = 160
-# int32 words of the `status` region: [0] claimed, [1] abort, then the report of the first wait
-# that expired
+# int32 words of the `status` region: claimed by a report, abort, the report (phase, index, wanted,
+# seen), report complete
+STATUS_REPORTED = 6
 STATUS_WORDS = 32
 
 

@@ -6,9 +6,8 @@ from math import prod
 
 import torch
 
-from megamoe import formats
+from megamoe import diagnosis, formats
 from megamoe.config import RankInputs
-from megamoe.kernel.sync import PHASE_NAMES
 from megamoe.plan import Plan, Region
 
 TORCH_DTYPE = {
@@ -104,20 +103,8 @@ class SymmetricBuffer:
         return int(self.view("control")[128]) & 0xFFFFFFFF
 
     def check(self, *, rank: int) -> None:
-        """Raise MegaMoEError if a wait of the kernel expired."""
-        status = self.view("status").tolist()
-        if status[0] == 0:
-            return
-        phase, index, wanted, seen = status[2:6]
-        what = PHASE_NAMES[phase]
-        if phase == 6:
-            raise MegaMoEError(
-                f"rank {rank}, call {self.epoch()}: slot {index} of topk_idx holds expert {seen}, "
-                f"allowed are -1 and 0 to {self.plan.config.experts - 1}"
-            )
-        blame = f"rank {index} did not arrive" if phase == 1 else f"index {index}"
-        raise MegaMoEError(
-            f"rank {rank}, call {self.epoch()}: waited {self.plan.config.timeout_s:g} s for {what} "
-            f"({blame}): "
-            f"wanted {wanted}, saw {seen}. The buffer must be set up again."
-        )
+        """Raise MegaMoEError if the kernel gave up: a wait expired, or an id was out of range."""
+        words = self.view("status").tolist()
+        failure = diagnosis.failure_of(words, rank=rank, call=self.epoch())
+        if failure:
+            raise MegaMoEError(diagnosis.explain(failure, [], self))

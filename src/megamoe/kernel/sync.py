@@ -69,6 +69,7 @@ st.relaxed.sys.global.b32 [$3+8], $4;
 st.relaxed.sys.global.b32 [$3+12], $5;
 st.relaxed.sys.global.b32 [$3+16], $2;
 st.relaxed.sys.global.b32 [$3+20], v;
+st.release.sys.global.b32 [$3+24], 1;
 st.release.sys.global.b32 [$3+4], 1;
 done:
 mov.b32 $0, v;
@@ -91,6 +92,7 @@ st.relaxed.sys.global.b32 [$1+8], $2;
 st.relaxed.sys.global.b32 [$1+12], $3;
 st.relaxed.sys.global.b32 [$1+16], 0;
 st.relaxed.sys.global.b32 [$1+20], $4;
+st.release.sys.global.b32 [$1+24], 1;
 done:
 }
 """
