@@ -32,6 +32,7 @@ help:
 	@echo "make run             what this machine can run, then the kernel on a small trained model"
 	@echo "make test            lint and all tests that need no GPU"
 	@echo "make test-no-triton  the same tests with Triton hidden"
+	@echo "make test-oldest-triton   the compile tests on Triton 3.6.0"
 	@echo "make test-gpu        the tests that need an NVIDIA GPU (capability 9.0)"
 	@echo "make clean           remove .venv and caches"
 	@echo
@@ -74,6 +75,17 @@ test: lint
 test-no-triton: $(READY)
 	@SECONDS=0; MEGAMOE_HIDE_TRITON=1 $(PYTEST) $(PARALLEL) $(ARGS); \
 	  echo "make test-no-triton: $$SECONDS seconds"
+
+# the kernels of the oldest Triton that works, beside the newest that `make test` compiles
+OLDEST := $(VENV)/triton-3.6.0
+$(OLDEST): $(READY)
+	@$(PIP) --no-deps --target $@ triton==3.6.0
+
+.PHONY: test-oldest-triton
+test-oldest-triton: $(OLDEST)
+	@SECONDS=0; env PYTHONPATH=$(OLDEST):src OMP_NUM_THREADS=1 $(PY) -m pytest -q --durations=3 \
+	  -n $(WORKERS) --dist worksteal tests/test_compile.py $(ARGS); \
+	  echo "make test-oldest-triton: $$SECONDS seconds"
 
 .PHONY: test-gpu
 test-gpu: $(READY)
