@@ -283,12 +283,11 @@ class GluonBackend:
     def _kernel_arguments(self, rank: int, spec: KernelSpec, tokens: int) -> list[object]:
         key = (rank, spec)
         if key not in self._arguments:
-            self._arguments[key] = self._make_arguments(rank, spec)
+            self._arguments[key] = fixed_arguments(
+                spec, self.buffers[rank], self._peers[rank], self._weights[rank]
+            )
         buffer, peers, *rest = self._arguments[key]
         return [buffer, peers, rank, tokens, self.y[rank], *rest, spec]
-
-    def _make_arguments(self, rank: int, spec: KernelSpec) -> list[object]:
-        return fixed_arguments(spec, self.buffers[rank], self._peers[rank], self._weights[rank])
 
 
 def fixed_arguments(

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megamoe.config import MoEConfig
+from megamoe.config import H_GROUP, MoEConfig
 
-H_GROUP = 64  # intermediate columns under one scale of the L1 output
 K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
 BLOCK_MS = (16, 32, 64, 128)
 SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next

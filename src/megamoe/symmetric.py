@@ -8,7 +8,7 @@ import torch
 
 from megamoe import diagnosis, formats
 from megamoe.config import RankInputs
-from megamoe.plan import Plan, Region
+from megamoe.plan import CONTROL, Plan, Region
 
 TORCH_DTYPE = {
     "int32": torch.int32,
@@ -88,7 +88,7 @@ class SymmetricBuffer:
 
     def epoch(self) -> int:
         """Number of calls that have begun on this buffer."""
-        return int(self.view("control")[0])
+        return int(self.view("control")[CONTROL["epoch"]])
 
     def received(self) -> torch.Tensor:
         """Rows that each local expert received from each rank in the last call: int32 [ranks,
@@ -100,7 +100,7 @@ class SymmetricBuffer:
         """Values of x that lost bits when rebased to one scale a token, over all calls (wraps at
         2^32).
         """
-        return int(self.view("control")[128]) & 0xFFFFFFFF
+        return int(self.view("control")[CONTROL["inexact"]]) & 0xFFFFFFFF
 
     def check(self, *, rank: int) -> None:
         """Raise MegaMoEError if the kernel gave up: a wait expired, or an id was out of range."""

@@ -8,7 +8,7 @@ one, so that ranks do not all read from the same peer.
 """
 
 from megamoe.kernel.compat import cta_barrier, gl, gluon
-from megamoe.kernel.schedule import first_blocks, recv_counts, rows_of_experts
+from megamoe.kernel.schedule import add, first_blocks, recv_counts, rows_of_experts
 from megamoe.kernel.sync import (
     PHASE_BAD_EXPERT,
     PHASE_SLOT,
@@ -19,13 +19,14 @@ from megamoe.kernel.sync import (
     wait_gpu,
 )
 from megamoe.kernel.trace import COMMUNICATE, PULL, ROUTE, WAIT_COUNTS, now, record
+from megamoe.plan import CONTROL
 
 CHUNK = gl.constexpr(128)  # (token, slot) pairs a partition routes at once: one a thread
-CONTROL_EPOCH = gl.constexpr(0)
-CONTROL_COUNTED = gl.constexpr(32)
-CONTROL_USED_TOKENS = gl.constexpr(64)
-CONTROL_USED_BLOCKS = gl.constexpr(96)
-CONTROL_INEXACT = gl.constexpr(128)
+CONTROL_EPOCH = gl.constexpr(CONTROL["epoch"])
+CONTROL_COUNTED = gl.constexpr(CONTROL["counted"])
+CONTROL_USED_TOKENS = gl.constexpr(CONTROL["used_tokens"])
+CONTROL_USED_BLOCKS = gl.constexpr(CONTROL["used_blocks"])
+CONTROL_INEXACT = gl.constexpr(CONTROL["inexact"])
 
 
 @gluon.jit
@@ -120,18 +121,13 @@ def find_rows(row, rows, first, BLOCK_M: gl.constexpr, LANES: gl.constexpr, layo
     expert_rows = gl.convert_layout(rows, lanes)[None, :]
     expert_first = gl.convert_layout(first, lanes)[None, :]
     e = gl.arange(0, LANES, layout=lanes)[None, :]
-    ends = gl.associative_scan(expert_rows, 1, add_rows)
+    ends = gl.associative_scan(expert_rows, 1, add)
     inside = (row[:, None] >= ends - expert_rows) & (row[:, None] < ends)
     expert = gl.sum(gl.where(inside, e, 0), 1)
     index = gl.sum(gl.where(inside, row[:, None] - (ends - expert_rows), 0), 1)
     block = gl.sum(gl.where(inside, expert_first, 0), 1) + index // BLOCK_M
     count = gl.sum(gl.where(inside, expert_rows, 0), 1)
     return expert, index, block, count
-
-
-@gluon.jit
-def add_rows(a, b):
-    return a + b
 
 
 @gluon.jit

@@ -2,13 +2,32 @@
 pushed to its owners.
 """
 
+from megamoe import plan
 from megamoe.kernel.activation import power_of_two_scale, swiglu
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier
 from megamoe.kernel.signal import origin_of
 from megamoe.kernel.sync import every_thread, fence_async_proxy
 
 ROWS = gl.constexpr(64)  # M side of one math partition: weight rows or tokens
-H_GROUP = gl.constexpr(64)  # intermediate columns under one scale
+H_GROUP = gl.constexpr(plan.H_GROUP)  # intermediate columns under one scale
+
+
+@gluon.jit
+def along_weights(spec: gl.constexpr, layout: gl.constexpr, PART: gl.constexpr):
+    """Offsets of an accumulator's weight rows within the tile, shaped to broadcast over it."""
+    if spec.tokens_first:
+        return gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, layout))[None, :]
+    else:
+        return PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def along_tokens(spec: gl.constexpr, layout: gl.constexpr, PART: gl.constexpr):
+    """Offsets of an accumulator's tokens within the block, shaped to broadcast over it."""
+    if spec.tokens_first:
+        return PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    else:
+        return gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
@@ -118,12 +137,8 @@ def activate_weights_first(ctx, rings, acc, count, block, tile, valid, PART: gl.
 def store_accumulator(ctx, acc, block, tile, valid, PART: gl.constexpr, layout: gl.constexpr):
     """Chain only: keep the L1 accumulator for the activation's own launch."""
     spec: gl.constexpr = ctx.spec
-    if spec.tokens_first:
-        weight_row = gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, layout))[None, :]
-        token = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    else:
-        weight_row = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-        token = gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))[None, :]
+    weight_row = along_weights(spec, layout, PART)
+    token = along_tokens(spec, layout, PART)
     pool_row = (block * spec.block_m + token).to(gl.int64)
     target = ctx.region(spec.offset.l1_acc, gl.float32) + pool_row * (2 * spec.padded_intermediate)
     gl.store(target + (tile * spec.block_n + weight_row), acc, mask=token < valid)

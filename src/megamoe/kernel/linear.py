@@ -7,6 +7,7 @@ gate and up of a column lie in one thread, since their rows are interleaved by 8
 K upwards and promote at the same places, so a row's bits do not depend on the family or the tile.
 """
 
+from megamoe import plan
 from megamoe.kernel.combine import combine_role
 from megamoe.kernel.compat import (
     cta_barrier,
@@ -23,13 +24,15 @@ from megamoe.kernel.epilogue import (
     ROWS,
     activate_tokens_first,
     activate_weights_first,
+    along_tokens,
+    along_weights,
     push,
     store_accumulator,
 )
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
 from megamoe.kernel.trace import now, record
 
-K_GROUP = gl.constexpr(128)  # K between two promotions where no scale asks for more
+K_GROUP = gl.constexpr(plan.K_GROUP)  # K between two promotions where no scale asks for more
 
 # A code of magnitude v becomes the e4m3 value v * 2^(d - 4), d being the exponent offset of its
 # (row, 32) block: a table of eight bytes a block, in two registers.  $0, $1 table of the low
@@ -320,24 +323,6 @@ def k_loop_mxfp4(
         high_offsets = next_high
         step += 1
     return acc, step
-
-
-@gluon.jit
-def along_weights(spec: gl.constexpr, layout: gl.constexpr, PART: gl.constexpr):
-    """Offsets of an accumulator's weight rows within the tile, shaped to broadcast over it."""
-    if spec.tokens_first:
-        return gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, layout))[None, :]
-    else:
-        return PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-
-
-@gluon.jit
-def along_tokens(spec: gl.constexpr, layout: gl.constexpr, PART: gl.constexpr):
-    """Offsets of an accumulator's tokens within the block, shaped to broadcast over it."""
-    if spec.tokens_first:
-        return PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    else:
-        return gl.arange(0, spec.block_m, layout=gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit

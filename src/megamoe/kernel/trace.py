@@ -2,15 +2,16 @@
 compiled to do so.
 """
 
+from megamoe import plan
 from megamoe.kernel.compat import gl, gluon
 
-# index of a role's events; math partitions are 0 to 3
+# index of a role's events, in the order of plan.ROLES; math partitions are 0 to 3
 COMMUNICATE = gl.constexpr(4)
 LOAD_WEIGHTS = gl.constexpr(5)
 LOAD_TOKENS = gl.constexpr(6)
 SIGNAL = gl.constexpr(7)
-ROLE_COUNT = gl.constexpr(8)
-TRACE_WORDS = gl.constexpr(4)
+ROLE_COUNT = gl.constexpr(len(plan.ROLES))
+TRACE_WORDS = gl.constexpr(plan.TRACE_WORDS)
 
 # kinds of work beside the two matrix products, which keep their task kinds 0 and 1
 ROUTE = gl.constexpr(3)
