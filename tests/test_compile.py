@@ -3,8 +3,9 @@
 Why the grid is enough: the cases are those of the policy itself, all recipes by all tiles, and a
 test says that the policy picks nothing else; scales of x and the clamp change code outside the K
 loops and come once a tile family; the launches of the chain once a recipe. The shape of the layer
-changes trip counts and addresses only. What reads the machine code is tested on made-up code with
-each fault that it has to find, and on the same code without it.
+changes trip counts and addresses only. What reads the machine code, K loops and the loops of
+MXFP4's expanders, is tested on made-up code with each fault that it has to find, and on the same
+code without it.
 """
 
 import os
@@ -17,7 +18,7 @@ import pytest
 from megamoe import offline, sass
 from megamoe.config import RECIPES
 from megamoe.kernel import compat
-from megamoe.plan import BLOCK_MS, tile_policy
+from megamoe.plan import BLOCK_MS, MATH_PARTITIONS, tile_policy
 
 needs_triton = pytest.mark.skipif(
     compat.TRITON_VERSION is None,
@@ -65,7 +66,8 @@ def test_kernel_compiles_without_faults(case):
     # the registers that the roles trade add up to those of the launch, in whole warpgroups
     if found.usetmaxreg:
         p = case.policy
-        traded = p.math_partitions * p.math_registers + p.dispatch_registers + p.load_registers
+        traded = MATH_PARTITIONS * p.math_registers + p.dispatch_registers
+        traded += p.expanders * p.expand_registers + p.load_registers
         assert 128 * traded <= 32 * found.warps * found.registers <= 65536
     else:
         assert 32 * found.warps * found.registers <= 65536
@@ -180,7 +182,7 @@ CLEAN = f"""
 HOLES = dict.fromkeys(("before", "between", "loop", "after", "slow"), "NOP")
 
 
-def loop_of(**holes: str) -> sass.KLoop:
+def loop_of(**holes: str) -> sass.Loop:
     (loop,) = sass.k_loops(sass.parse(assemble(CLEAN.format(**(HOLES | holes)))))
     return loop
 
@@ -213,6 +215,28 @@ def test_spills_around_a_k_loop_do_not_count():
     assert loop.count("STL", "LDL") == 0
 
 
+BARRIERS = """
+    @!UP5 SYNCS.EXCH.64 URZ, [UR54+0x2d000], UR56
+    SYNCS.EXCH.64 URZ, [UR54+0x2e080], UR4
+    {}
+    SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR6+0x2e080], RZ
+    EXIT
+"""
+
+
+@pytest.mark.parametrize(("store", "reused"), [
+    ("STSM.16.MT88.4 [R36+0x2d000], R24", [0x2D000]),
+    ("@!P5 STS.64 [UR50+0x2e080], R2", [0x2E080]),
+    ("STS.128 [R4+UR10+0x2d000], R12", [0x2D000]),
+    ("STS.128 [R4+UR10+0x2d800], R12", []),
+    ("LDS.128 R8, [R38+0x2d000]", []),
+    ("STG.E.128 desc[UR30][R4.64+0x2d000], R8", []),
+])  # fmt: skip
+def test_stores_over_a_barrier_are_found(store, reused):
+    """As when a role's barrier was initialised where the recipe has no use for it."""
+    assert sass.reused_barriers(sass.parse(assemble(BARRIERS.format(store)))) == reused
+
+
 def test_waits_between_the_products_of_a_sum_are_found():
     assert loop_of(between=f"{WAIT}\nWARPGROUP.ARRIVE").serialised == 1
     # one product in the wait is what overlaps two sums
@@ -233,6 +257,69 @@ def test_a_sum_over_all_of_k_must_not_wait_for_its_last_product():
     for left, expected in (("0x1", 0), ("0x0", 1)):
         (loop,) = sass.k_loops(sass.parse(assemble(text.format(left=left))))
         assert loop.serialised == expected and loop.wgmma == 2
+
+
+# two stages a turn in two loops of the same tile, and a slow path as in a K loop
+EXPANDER = """
+    roles:
+    {before}
+    e1:
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3+URZ], R2
+    @!P0 BRA (waiting)
+    codes:
+    LDS.128 R4, [R12]
+    PRMT R8, R20, R4, R21
+    {loop}
+    STS.128 [R13], R8
+    @P1 BRA (e1)
+    @P5 BRA (joint)
+    e2:
+    PRMT R8, R20, R4, R21
+    STS.128 [R13], R8
+    @P1 BRA (e2)
+    joint:
+    {after}
+    @P3 BRA (roles)
+    EXIT
+    waiting:
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3+URZ], R2
+    {slow}
+    @!P0 BRA (waiting)
+    BRA (codes)
+"""
+
+
+def expanders_of(**holes: str) -> list[sass.Loop]:
+    return sass.expander_loops(sass.parse(assemble(EXPANDER.format(**(HOLES | holes)))))
+
+
+def test_loops_of_an_expander_are_found():
+    first, second = expanders_of()
+    assert (first.count("SYNCS"), first.count("LDS"), second.count("SYNCS")) == (2, 1, 0)
+    assert first.count("EXIT", "STL") == second.count("EXIT", "STL") == 0
+
+
+@pytest.mark.parametrize("hole", ["loop", "slow"])
+def test_spills_in_an_expander_are_found(hole):
+    first, second = expanders_of(**{hole: "STL [R1], R4"})
+    assert (first.count("STL"), second.count("STL")) == (1, 0)
+    around = expanders_of(before="STL [R1], R4", after="LDL R4, [R1]")
+    assert [loop.count("STL", "LDL") for loop in around] == [0, 0]
+
+
+def test_other_loops_are_no_expanders():
+    """A copy that looks nothing up, a sum that stores nothing wide, a tile's loop around WGMMA."""
+    assert expanders_of() and not sass.expander_loops(sass.parse(assemble("""
+        k:
+        PRMT R8, R20, R4, R21
+        STS.64 [R13], R8
+        @P1 BRA (k)
+        EXIT
+    """)))  # fmt: skip
+    stores = {"after": "PRMT R8, R20, R4, R21\nSTS.128 [R13], R8"}
+    assert not sass.expander_loops(sass.parse(assemble(CLEAN.format(**(HOLES | stores)))))
+    copy = EXPANDER.replace("PRMT", "MOV")
+    assert not sass.expander_loops(sass.parse(assemble(copy.format(**HOLES))))
 
 
 def test_code_that_cannot_be_read_is_refused():
@@ -284,6 +371,22 @@ def test_faults_are_found_and_only_faults():
     assert offline.faults(made_up_report("NOP\nEXIT", case=dispatch)) == []
 
 
+def test_faults_of_expanders_are_found():
+    case = next(c for c in offline.policy_cases() if c.name == "mxfp4-128")
+    assert case.policy.expanders == 1
+    right = whole_kernel() + EXPANDER.format(**HOLES)
+    assert offline.faults(made_up_report(right, case=case)) == []
+    spilling = whole_kernel() + EXPANDER.format(**(HOLES | {"slow": "LDL R4, [R1]"}))
+    found = made_up_report(spilling, case=case)
+    assert (found.loop_spills, found.expander_spills) == ((0, 0), (0, 1))
+    assert offline.faults(found) == ["expanders spill: STL 0, LDL 1"]
+    assert offline.faults(found, known_spills=(9, 9)) == ["expanders spill: STL 0, LDL 1"]
+    none = offline.faults(made_up_report(whole_kernel(), case=case))
+    assert none == ["0 loops of expanders, expected 2: L1 and L2 of each"]
+    some = offline.faults(made_up_report(right))
+    assert some == ["2 loops of expanders, expected 0: L1 and L2 of each"]
+
+
 def test_a_page_keeps_the_tables_of_other_versions():
     good = made_up_report(whole_kernel())
     bad = made_up_report(whole_kernel(bad_loop={"loop": "STL [R1], R4"}))
@@ -294,8 +397,18 @@ def test_a_page_keeps_the_tables_of_other_versions():
     assert re.findall(r"(?m)^## Triton (\S+)$", page) == ["3.6.0", "3.10.0"]
     old, new = page.split("## Triton 3.10.0")
     assert "- fp8-128: K loops spill: STL 1, LDL 0" in old and "No faults." in new
-    row = "| moe_kernel | fp8 | ue8m0_32 |  | 128 | prefill | 128 ({} / {} / {}) | 0 | 0 / 0 |"
+    row = "| moe_kernel | fp8 | ue8m0_32 |  | 128 | prefill | 128 ({}) | 0 | 0 / 0 |  |"
     p = good.case.policy
-    assert row.format(p.math_registers, p.dispatch_registers, p.load_registers) in new
+    roles = f"{p.math_registers} / {p.dispatch_registers} / - / {p.load_registers}"
+    assert row.format(roles) in new
     header, rule, first = new.strip().splitlines()[:3]
-    assert header.count("|") == rule.count("|") == first.count("|") == 16
+    assert header.count("|") == rule.count("|") == first.count("|") == 17
+
+
+def test_a_row_of_mxfp4_names_its_expanders():
+    case = next(c for c in offline.policy_cases() if c.name == "mxfp4-128")
+    text = whole_kernel() + EXPANDER.format(**(HOLES | {"loop": "STL [R1], R4"}))
+    (row,) = offline.table([made_up_report(text, case=case)]).splitlines()[2:3]
+    p = case.policy
+    registers = f"({p.math_registers} / {p.dispatch_registers} / {p.expand_registers} /"
+    assert registers in row and "| 0 / 0 | 1 / 0 |" in row

@@ -109,7 +109,7 @@ def test_uneven_over_eight_ranks(form):
     layer = Layer(make_config(form, ranks=8, capacity=97, topk=2))
     moe = layer.model()
     tokens = [3, 97, 1, 64, 0, 33, 17, 8]
-    assert len({moe.plan.policy(t).math_partitions for t in tokens}) == 2
+    assert len({moe.plan.policy(t).family for t in tokens}) == 2
     check_call(moe, layer, make_call(layer.config, tokens, seed=3, routing="zipf"))
 
 

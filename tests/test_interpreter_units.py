@@ -1,16 +1,27 @@
 """Inline PTX and the tensor core of the interpreter, against plain models written here.
 
 Every instruction of the evaluator's integer set runs on random operands and on the corners of its
-type.  The tensor core runs on values whose sums are not exact, in several tile shapes and splits
-of K, because a row must have the same bits in all of them.
+type.  Conversions between e4m3 and fp16 run on every code and every fp16, products and comparisons
+of fp16 on random and special ones.  What dispatch makes of them, four e4m3 times a power of two,
+runs on every code in every byte and every power that can matter.  The tensor core runs on values
+whose sums are not exact, in several tile shapes and splits of K, because a row must have the same
+bits in all of them.
 """
+
+import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
+from exact_e4m3 import E4M3, e4m3_exactly, rebase_grid, rebased
 from test_interpreter import run
 
+from megamoe import formats
+from megamoe.interpreter import KernelError
 from megamoe.interpreter import dtypes as dt
 from megamoe.interpreter.mma import multiply_accumulate
+from megamoe.kernel import dispatch
 from megamoe.kernel.compat import gl, gluon
 
 # --- inline PTX -----------------------------------------------------------------------------------
@@ -74,6 +85,12 @@ PTX = {
     " end: mov.b32 $0, $1; }": lambda a, b: a,
     "{ .reg .b32 n; mov.b32 $0, 0; and.b32 n, $2, 15; up: add.u32 $0, $0, $1; sub.s32 n, n, 1;"
     " .reg .pred p; setp.ge.s32 p, n, 0; @p bra up; }": lambda a, b: a * ((b & 15) + 1),
+    "popc.b32 $0, $1;": lambda a, b: bin(a).count("1"),
+    "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.u32.u16 $0, h; }": lambda a, b: a & 0xFFFF,
+    # a branch: one lane at a time, on Python's numbers
+    "{ .reg .pred p; setp.eq.u32 p, $2, $2; @p bra end; end: popc.b32 $0, $1; }": lambda a, b: bin(
+        a
+    ).count("1"),
 }
 
 
@@ -118,6 +135,145 @@ def test_packed_registers():
     first = np.zeros((4, 32), np.uint8)
     first[:, ::4] = d[:, None]
     np.testing.assert_array_equal(b, w.view(np.uint8) ^ first)
+
+
+# --- fp16 and e4m3 in pairs -----------------------------------------------------------------------
+
+TO_HALVES = "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 $0, h; }"
+TO_E4M3 = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f16x2 h, $1; cvt.u32.u16 $0, h; }"
+SPECIAL = [0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0xBC01, 0x7BFF, 0x7C00, 0xFC00, 0x7E00]
+
+
+def on_words(asm, a, b=None):
+    """The block on any number of words, 64 at a time."""
+    a = np.resize(np.asarray(a, np.uint32), -(-len(a) // 64) * 64)
+    b = np.zeros_like(a) if b is None else np.resize(np.asarray(b, np.uint32), len(a))
+    out = np.zeros_like(a)
+    for start in range(0, len(a), 64):
+        part = slice(start, start + 64)
+        arrays = [np.ascontiguousarray(v[part]).view(np.int32) for v in (a, b, out)]
+        run(ptx_kernel, arrays, ASM=asm)
+        out[part] = arrays[2].view(np.uint32)
+    return out
+
+
+def half(bits):
+    """A Fraction, or a float where it is none."""
+    value = float(np.array(bits, np.uint16).view(np.float16))
+    return Fraction(value) if np.isfinite(value) else value
+
+
+def nearest_half(value):
+    """Bits of the fp16 nearest to a Fraction (the even one of two), and of its sign if it is 0."""
+    magnitude, place = abs(value), -24
+    while magnitude >= Fraction(2) ** (place + 11):
+        place += 1
+    units = round(magnitude / Fraction(2) ** place)  # Python rounds ties to even
+    bits = units if place == -24 else ((place + 24) << 10) + units
+    return min(bits, 0x7C00) | (0x8000 if value < 0 else 0)
+
+
+def test_all_e4m3_become_fp16_exactly():
+    words = np.arange(1 << 16, dtype=np.uint32)
+    got = on_words(TO_HALVES, words)
+    want = words.astype(np.uint16).view(np.uint8).reshape(-1, 2)
+    found = got.view(np.float16).reshape(-1, 2)
+    np.testing.assert_array_equal(found, np.array([float(v) for v in E4M3], np.float16)[want])
+    np.testing.assert_array_equal(np.signbit(found[:, 0]), want[:, 0] > 127)
+
+
+def test_all_fp16_become_the_nearest_e4m3():
+    every = np.arange(1 << 16, dtype=np.uint32)
+    got = on_words(TO_E4M3, every | every[::-1] << 16)
+    assert (got < 1 << 16).all()
+    values = torch.from_numpy(every.astype(np.uint16).view(np.float16).astype(np.float32))
+    want = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    want = np.where(values.isnan(), 0x7F, want)
+    np.testing.assert_array_equal(got & 0xFF, want)
+    np.testing.assert_array_equal(got >> 8, want[::-1])
+    # and by rational arithmetic, where e4m3 is not exact
+    for bits in range(0x1000, 0x5F01, 13):
+        assert got[bits] & 0xFF == e4m3_exactly(half(bits))
+
+
+def test_products_of_fp16():
+    rng = np.random.default_rng(14)
+    near = rng.integers(0, 1 << 16, (2, 3000))
+    small = (rng.integers(0, 1 << 10, (2, 1000)), rng.integers(0x3000, 0x3C01, (2, 1000)))
+    pairs = list(itertools.product(SPECIAL, SPECIAL))
+    a = np.concatenate([near[0], small[0][0], small[1][0], [x for x, _ in pairs]]).astype(np.uint32)
+    b = np.concatenate([near[1], small[1][1], small[0][1], [y for _, y in pairs]]).astype(np.uint32)
+    got = on_words("mul.rn.f16x2 $0, $1, $2;", a | a[::-1] << 16, b | b[::-1] << 16)
+    for low, high, x, y in zip(got & 0xFFFF, (got >> 16)[: len(a)][::-1], a, b, strict=False):
+        exact = half(x) * half(y)
+        if isinstance(exact, Fraction):
+            want = nearest_half(exact) | (0 if exact else (int(x) ^ int(y)) & 0x8000)
+            assert low == high == want, (hex(x), hex(y))
+        else:
+            value, other = half(low), half(high)
+            assert value == other == exact or exact != exact and value != value and other != other
+
+
+def test_comparisons_of_fp16():
+    rng = np.random.default_rng(15)
+    some = rng.integers(0, 1 << 16, 500)
+    pairs = list(itertools.product(SPECIAL, SPECIAL))
+    a = np.concatenate([some, some, [x for x, _ in pairs]]).astype(np.uint32)
+    b = np.concatenate([some, some[::-1], [y for _, y in pairs]]).astype(np.uint32)
+    got = on_words("set.ne.f16x2.f16x2 $0, $1, $2;", a | a[::-1] << 16, b | b[::-1] << 16)
+    for low, high, x, y in zip(got & 0xFFFF, (got >> 16)[: len(a)][::-1], a, b, strict=False):
+        known = half(x) == half(x) and half(y) == half(y)
+        assert low == high == (0x3C00 if known and half(x) != half(y) else 0), (hex(x), hex(y))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mul.f16x2", "mul.rn.sat.f16x2", "mul.ftz.rn.f16x2", "add.rn.f16x2", "set.neu.f16x2.f16x2",
+     "set.ne.u32.f16x2", "max.f16x2", "mul.rn.bf16x2", "add.rn.f16"],
+)  # fmt: skip
+def test_other_instructions_on_fp16_are_refused(name):
+    words = np.zeros(64, np.int32)
+    with pytest.raises(KernelError, match=f"inline PTX: {name}"):
+        run(ptx_kernel, [words, words.copy(), words.copy()], ASM=f"{name} $0, $1, $2;")
+
+
+@pytest.mark.parametrize(
+    "name", ["cvt.rn.e4m3x2.f16x2", "cvt.rn.satfinite.relu.e4m3x2.f16x2", "cvt.rn.f16x2.e5m2x2"]
+)
+def test_other_conversions_of_pairs_are_refused(name):
+    words = np.zeros(64, np.int32)
+    with pytest.raises(KernelError, match=f"inline PTX: {name}"):
+        run(ptx_kernel, [words, words.copy(), words.copy()], ASM=f"{name} $0, $1;")
+
+
+# --- four e4m3 times a power of two, as dispatch does it ------------------------------------------
+
+
+def test_rebase_against_rational_arithmetic():
+    """Every code in every byte of a word, every shift: the values, and how many of four changed."""
+    words, shifts, codes, changed = rebase_grid()
+    got, some = rebased(dispatch.rebase, words, shifts)
+    np.testing.assert_array_equal(got, codes)
+    np.testing.assert_array_equal(some, changed)
+    # NaN stays, is no change, and -0 keeps its sign
+    nan = (words & 0x7F) == 0x7F
+    assert nan.any() and ((got[nan] & 0x7F) == 0x7F).all()
+    zero = words == 0x80
+    assert zero.any() and (got[zero] == 0x80).all()
+
+
+def test_rebase_against_formats():
+    words, shifts, _, _ = rebase_grid()
+    got, some = rebased(dispatch.rebase, words, shifts)
+    for row, shift in enumerate(shifts):
+        values = formats.decode_e4m3(torch.from_numpy(words[row].astype(np.uint8)))
+        wanted, inexact = formats.shift_e4m3(values, torch.tensor(-int(shift)))
+        wanted = wanted.float().numpy()
+        np.testing.assert_array_equal(dt.E4M3_32[got[row]], wanted)
+        known = ~np.isnan(wanted)
+        signs = (np.signbit(v)[known] for v in (dt.E4M3_32[got[row]], wanted))
+        np.testing.assert_array_equal(*signs)
+        assert some[row].sum() == inexact
 
 
 # --- the tensor core ------------------------------------------------------------------------------

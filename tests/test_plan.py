@@ -1,32 +1,36 @@
 """The plan: regions, sizes, tile policy, ring and schedule. Pure functions, so thousands of cases.
 
 Why the grid is enough: regions are checked against arithmetic written here, at the smallest and the
-largest configurations and past 2^31 and 2^32 bytes. The schedule is a function of (blocks, lag,
-tiles of L1, tiles of L2): every combination up to sizes past all its seams is compared with the
-order written from its description, as is the kernel's own `tile_at`, which the interpreter
-evaluates. From that order the ring's size follows: it must hold what is alive between a block's
-first use and its last, plus what one unit of dispatch asks for at once.
+largest configurations and past 2^31 and 2^32 bytes. The schedule is a function of (rows of each
+expert, lag, tiles of L1, tiles of L2, programs): combinations up to sizes past all its seams are
+walked by the kernel's own schedule role, which the interpreter evaluates, and compared with shares
+dealt from the order that is written here from its description; no combination deadlocks. From that
+order the ring's size follows: it must hold what is alive between a block's first use and its last,
+plus what one unit of dispatch asks for at once.
 """
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import make_config
+from schedule_walk import KINDS, WALKS, blocks_of, order, right_shares, walk
 
 from megamoe import MoEConfig
 from megamoe.config import RECIPES, X_SCALES, model_shape
 from megamoe.interpreter.dtypes import int32
-from megamoe.interpreter.language import arange
 from megamoe.interpreter.rebind import rebind
 from megamoe.interpreter.values import Scalar
-from megamoe.kernel.schedule import LINEAR1, tile_at
+from megamoe.kernel.schedule import place_of_l1, place_of_l2, schedule_role
 from megamoe.plan import (
     ALIGN,
     BLOCK_MS,
     ITEMSIZE,
+    MATH_PARTITIONS,
     SHARED_BYTES,
+    TILES,
     Plan,
     TilePolicy,
     lag_blocks,
@@ -164,18 +168,6 @@ def test_max_blocks_is_reached():
 
 # --- schedule ----------------------------------------------------------------------------------
 
-
-def order(blocks: int, lag: int, c1: int, c2: int) -> list[tuple[int, int, int]]:
-    """(layer, block, tile) in order, from the description: L1 runs `lag` blocks ahead of L2."""
-    first = min(lag, blocks)
-    steps = [(1, b) for b in range(first)]
-    for b in range(blocks):
-        if first + b < blocks:
-            steps.append((1, first + b))
-        steps.append((2, b))
-    return [(layer, b, t) for layer, b in steps for t in range(c1 if layer == 1 else c2)]
-
-
 SCHEDULES = list(itertools.product((0, 1, 2, 3, 7, 20), (1, 2, 3, 9, 40), (1, 2, 8), (1, 3, 4)))
 
 
@@ -191,20 +183,69 @@ def test_order_is_complete_and_depends_only_on_the_past():
             assert last_l1 < min(place[2, b, t] for t in range(c2))
 
 
-@pytest.mark.parametrize("phases", ["fused", "linear1"])
-def test_the_kernel_walks_that_order(phases):
-    kernel = rebind(tile_at)
+def test_places_are_those_of_that_order():
+    l1, l2 = rebind(place_of_l1), rebind(place_of_l2)
     for blocks, lag, c1, c2 in SCHEDULES:
-        total = blocks * (c1 + c2)
-        spec = SimpleNamespace(l1_tiles=c1, l2_tiles=c2, lag=lag, phases=phases)
-        lanes = 1 << max(total - 1, 0).bit_length()
-        found = kernel(arange(0, lanes), Scalar(blocks, int32), spec)
-        columns = [torch.as_tensor(column.v).expand(lanes)[:total].tolist() for column in found]
-        walked = list(zip(*columns, strict=True))
-        # the launches of the chain do all of L1, then all of L2
-        expected = order(blocks, blocks if phases == "linear1" else lag, c1, c2)
-        kinds = {1: LINEAR1.value, 2: 1 - LINEAR1.value}
-        assert walked == [(kinds[layer], b, t) for layer, b, t in expected], (blocks, lag, c1, c2)
+        spec = SimpleNamespace(l1_tiles=c1, l2_tiles=c2)
+        lag, count = (Scalar(n, int32) for n in (min(lag, blocks), blocks))
+        for place, (layer, b, t) in enumerate(order(blocks, int(lag), c1, c2)):
+            if layer == 1:
+                found = l1(Scalar(b * c1 + t, int32), lag, spec)
+            else:
+                found = l2(Scalar(b * c2 + t, int32), lag, count, spec)
+            assert int(found) == place, (blocks, int(lag), c1, c2, layer, b, t)
+
+
+@pytest.mark.parametrize("phases", ["fused", "linear1", "linear2"])
+def test_programs_walk_that_order(phases):
+    for case in WALKS:
+        assert walk(schedule_role, case, phases) == right_shares(case, phases), case
+
+
+def test_programs_have_equal_shares():
+    """Every tile is somebody's; nobody has two more than another, of L1, of L2, of both."""
+    for case in WALKS:
+        rows, lag, c1, c2, programs = case
+        shares = walk(schedule_role, case)
+        blocks = len(blocks_of(rows))
+        once = [(KINDS[layer], b, t) for layer, b, t in order(blocks, lag, c1, c2)]
+        assert sorted(task[:3] for share in shares for task in share) == sorted(once)
+        counts = [Counter(task[0] for task in share) for share in shares]
+        l1, l2 = ([count[KINDS[layer]] for count in counts] for layer in (1, 2))
+        for numbers in (l1, l2, [a + b for a, b in zip(l1, l2, strict=True)]):
+            assert max(numbers) - min(numbers) <= 1, case
+        # as few programs as can be have one more of both
+        more = [(a > blocks * c1 // programs) + (b > blocks * c2 // programs)
+                for a, b in zip(l1, l2, strict=True)]  # fmt: skip
+        extras = blocks * c1 % programs + blocks * c2 % programs
+        assert more.count(2) == max(0, extras - programs), case
+
+
+def test_programs_never_wait_for_each_other_in_a_circle():
+    """Each walks its share in order. A tile of L2 waits for the L1 tiles of its block, one of L1
+    for a slot: `lag` + 1 blocks are what the order itself keeps alive.
+    """
+    for case in WALKS:
+        _, lag, c1, c2, programs = case
+        shares = walk(schedule_role, case)
+        done: Counter[tuple[int, int]] = Counter()
+        next_of = [0] * programs
+        moved = True
+        while moved:
+            moved = False
+            for program, share in enumerate(shares):
+                while next_of[program] < len(share):
+                    kind, block = share[next_of[program]][:2]
+                    if kind == KINDS[2]:
+                        free = done[KINDS[1], block] == c1
+                    else:
+                        free = block <= lag or done[KINDS[2], block - lag - 1] == c2
+                    if not free:
+                        break
+                    done[kind, block] += 1
+                    next_of[program] += 1
+                    moved = True
+        assert next_of == [len(share) for share in shares], case
 
 
 def alive(tiles: list[tuple[int, int, int]]) -> int:
@@ -261,12 +302,20 @@ def test_chain_has_no_ring():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_tile_policy_by_tokens_of_an_expert(recipe):
     config = make_config((recipe, X_SCALES[recipe][0]))
-    edges = [(0, 16), (1, 16), (16, 16), (16.1, 32), (32, 32), (33, 64), (64, 64), (65, 128)]
-    for tokens, block_m in [*edges, (128, 128), (129, 128), (1e6, 128)]:
+    bounds, tiles = zip(*TILES, strict=True)
+    assert bounds[-1] == float("inf") and list(bounds) == sorted(bounds)
+    assert list(tiles) == sorted(tiles) and set(tiles) <= set(BLOCK_MS)
+    edges = [(0, tiles[0]), (1, tiles[0]), (1e6, tiles[-1])]
+    for bound, block_m, wider in zip(bounds[:-1], tiles, tiles[1:], strict=False):
+        edges += [(bound, block_m), (bound + 0.1, wider)]
+    for tokens, block_m in edges:
         policy = tile_policy(config, tokens)
         assert policy.block_m == block_m
         assert policy.family == ("decode" if block_m <= 32 else "prefill")
-        assert policy.math_partitions == (4 if block_m <= 32 else 2)
+        assert policy.block_n == 64 * MATH_PARTITIONS == 128
+        assert policy.block_k == (64 if recipe == "bf16" else 256 if block_m <= 32 else 128)
+        expanders = 1 if block_m == 128 else 2
+        assert policy.expanders == (expanders if recipe == "mxfp4" else 0)
     for block_m in BLOCK_MS:
         fixed = make_config((recipe, X_SCALES[recipe][0]), block_m=block_m)
         assert {tile_policy(fixed, t).block_m for t in (0, 20, 1000)} == {block_m}
@@ -274,10 +323,12 @@ def test_tile_policy_by_tokens_of_an_expert(recipe):
 
 def test_policy_of_a_call_counts_live_tokens():
     """tokens x ranks x top-k / experts rows for an average expert."""
-    plan = Plan(make_config(ranks=4, experts=16, topk=4, capacity=1024))
-    assert [plan.policy(t).block_m for t in (0, 16, 17, 32, 33, 64, 65)] == [
-        16, 16, 32, 32, 64, 64, 128
-    ]  # fmt: skip
+    config = make_config(ranks=4, experts=16, topk=4, capacity=1024)
+    for tokens in range(300):
+        assert Plan(config).policy(tokens) == tile_policy(config, tokens)
+    half = make_config(ranks=4, experts=16, topk=2, capacity=1024)
+    for tokens in range(300):
+        assert Plan(half).policy(tokens) == tile_policy(half, tokens / 2)
 
 
 def policies() -> list[tuple[MoEConfig, TilePolicy]]:
@@ -286,16 +337,59 @@ def policies() -> list[tuple[MoEConfig, TilePolicy]]:
 
 
 @pytest.mark.parametrize(("config", "policy"), policies(), ids=lambda v: getattr(v, "recipe", ""))
-def test_registers_and_shared_memory_fit(config, policy):
-    """setmaxnreg hands out what the launch has: 80 registers a thread in 24 warps, 128 in 16."""
-    math = policy.math_partitions * policy.math_registers
-    total = math + policy.dispatch_registers + policy.load_registers
-    assert total == (480 if policy.family == "decode" else 512)
-    for budget in (policy.math_registers, policy.dispatch_registers, policy.load_registers):
+def test_registers_fit(config, policy):
+    """setmaxnreg hands out what the launch has: 65,536 over the warps, in eights, rounded down.
+
+    The warps are whole warpgroups: math, communicate, expand, and one of the four single warps.
+    """
+    p = policy
+    groups = MATH_PARTITIONS + 1 + p.expanders + 1
+    launched = 65536 // (128 * groups) // 8 * 8
+    assert launched == {4: 128, 5: 96, 6: 80}[groups]
+    total = MATH_PARTITIONS * p.math_registers + p.dispatch_registers
+    total += p.expanders * p.expand_registers + p.load_registers
+    assert total <= launched * groups
+    budgets = [p.math_registers, p.dispatch_registers, p.load_registers]
+    for budget in budgets + [p.expand_registers] * (p.expanders > 0):
         assert budget % 8 == 0 and 24 <= budget <= 256
-    spec = Plan(config).spec(policy)
-    stage = spec.stage_bytes_w + spec.stage_bytes_x + 4 * spec.stage_scale_rows * spec.block_m
-    assert policy.stages >= 2 and policy.stages * stage <= SHARED_BYTES == 232_448
-    assert config.padded_hidden % policy.block_k == 0
-    assert config.padded_intermediate % policy.block_k == 0
-    assert config.padded_hidden % policy.block_n == 0
+
+
+@pytest.mark.parametrize(("config", "policy"), policies(), ids=lambda v: getattr(v, "recipe", ""))
+def test_shared_memory_fits(config, policy):
+    """Operands of WGMMA in stages, with scales of tokens; fp8_block and MXFP4 have a word for each
+    weight row and 128 of K too; MXFP4 lands as half a byte a weight in stages of its own.
+    """
+    p, spec = policy, Plan(config).spec(policy)
+    size = 2 if config.recipe == "bf16" else 1
+    stage = (p.block_n + p.block_m) * p.block_k * size
+    scales = {"bf16": 1, "fp8_block": p.block_k // 64}.get(config.recipe, p.block_k // 64)
+    assert spec.stage_scale_rows == scales and spec.stage_bytes_x == p.block_m * p.block_k * size
+    used = p.stages * (stage + 4 * scales * p.block_m)
+    words = 4 * p.block_n * p.block_k // 128 if config.recipe in ("fp8_block", "mxfp4") else 0
+    if config.recipe == "mxfp4":
+        assert spec.packed_bytes == p.block_n * p.block_k // 2 + words
+        used += p.packed_stages * spec.packed_bytes
+        # expanders free a stage of codes before its operands have been read
+        assert p.packed_stages >= p.stages >= 3
+    else:
+        assert spec.packed_bytes == p.block_n * p.block_k * size + words
+        used += p.stages * words
+        assert p.packed_stages == p.stages >= 4
+    assert used <= SHARED_BYTES == 232_448
+    for length in (config.padded_hidden, config.padded_intermediate):
+        assert length % p.block_k == 0 and length % p.block_n == 0
+        # an expander takes 256 of K in turn
+        assert p.expanders == 0 or length % 256 == 0
+
+
+@pytest.mark.parametrize("hidden", [8, 256, 288, 2304, 4096, 7168, 16384])
+def test_dispatch_moves_a_row_in_whole_steps(hidden):
+    for form in (("fp8", "ue8m0_32"), ("bf16", "none")):
+        config = make_config(form, hidden=max(hidden, 32))
+        spec = Plan(config).spec(tile_policy(config, 1))
+        groups, words = spec.padded_hidden // 32, spec.padded_hidden * spec.x_bytes // 4
+        for step, whole in ((spec.pull_groups, groups), (spec.pull_words, words)):
+            assert whole % step == 0 and step & (step - 1) == 0
+        assert 8 <= spec.pull_groups <= 32
+        # a lane for each word of four codes
+        assert spec.code_lanes >= groups // 4 and spec.code_lanes & (spec.code_lanes - 1) == 0

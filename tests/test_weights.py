@@ -18,13 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megamoe import formats
 from megamoe.checkpoint import BLOCK, CheckpointExperts, WeightsError, quantise_experts
 from megamoe.config import RECIPES
-from megamoe.weights import (
-    pack_kernel_mxfp4,
-    pack_offsets,
-    pack_weights,
-    unpack_kernel_mxfp4,
-    unpack_offsets,
-)
+from megamoe.weights import pack_kernel_mxfp4, pack_weights, unpack_kernel_mxfp4
 
 SIZES = [(256, 256), (288, 136), (32, 8), (512, 384)]
 
@@ -88,7 +82,7 @@ def test_padding_is_zero_with_scale_one(recipe):
     assert (w1.shape[2], w2.shape[2]) == columns
     if recipe == "mxfp4":
         assert (unpack_kernel_mxfp4(w1)[..., 288:] == 0).all()
-        assert (unpack_offsets(packed.w1_offset.mT)[..., 9:] == 0).all()
+        assert (formats.unpack_ue8m0_int32(packed.w1_offset.mT)[..., 9:] == 0).all()
         assert (packed.w1_offset[..., 272:] == 0).all()
     else:
         assert (w1[..., 288:] == 0).all() and (w2[..., 136:] == 0).all()
@@ -205,18 +199,43 @@ def test_kernel_code_packing_keeps_any_bytes():
     assert torch.equal(pack_kernel_mxfp4(unpack_kernel_mxfp4(every)), every)
 
 
-def test_offset_packing_by_its_definition():
-    offsets = (torch.arange(2 * 24) * 7 % 11).to(torch.uint8).view(2, 24)
-    packed = pack_offsets(offsets)
-    assert packed.shape == (2, 6) and packed.dtype == torch.int32
-    for row in range(2):
-        for b in range(3):
-            for h in range(2):
-                stream = int(packed[row, 2 * b + h]).to_bytes(4, "little", signed=True)
-                for j in range(4):
-                    k = 256 * b + 64 * j + 32 * h
-                    assert stream[j] == offsets[row, k // 32]
-    assert torch.equal(unpack_offsets(packed), offsets)
+def offsets_of(words: torch.Tensor) -> torch.Tensor:
+    """int32 [K/128, rows] as the kernel reads them -> uint8 [rows, K/32], by the definition."""
+    bytes_of = [
+        [int(words[b, row]).to_bytes(4, "little", signed=True) for b in range(words.shape[0])]
+        for row in range(words.shape[1])
+    ]
+    return torch.tensor([list(b"".join(row)) for row in bytes_of], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 256), (288, 136), (512, 640)])
+def test_offsets_lie_in_the_order_of_k(hidden, intermediate):
+    """Byte j of word b of a row is that of k = 128 b + 32 j .. + 31, in both matrices."""
+    source = quantise_experts(checkpoint(hidden, intermediate, experts=2), "mxfp4")
+    # a scale code of its own for every (row, 32 of K), not further apart than offsets reach
+    expert = source.expert(1)
+    scales = {}
+    for name, (_, scale) in expert.projections().items():
+        count = torch.arange(scale.numel()).view(scale.shape)
+        scales[name] = (120 + count * 7 % 11).to(torch.uint8)
+    changed = expert._replace(**{f"{name}_scale": scale for name, scale in scales.items()})
+    source = CheckpointExperts(**(vars(source) | {"load": lambda _: changed}))
+    config = config_for(source, "mxfp4")
+    packed = pack_weights(config, source, rank=0)
+    hp, ip = config.padded_hidden, config.padded_intermediate
+    assert packed.w1_offset.shape == (2, hp // 128, 2 * ip)
+    assert packed.w2_offset.shape == (2, ip // 128, hp)
+    assert packed.w1_offset.dtype == packed.w2_offset.dtype == torch.int32
+    both = offsets_of(packed.w1_offset[1])
+    places = 16 * (torch.arange(intermediate) // 8) + torch.arange(intermediate) % 8
+    found = {"gate": both[places], "up": both[places + 8], "down": offsets_of(packed.w2_offset[1])}
+    for name, scale in scales.items():
+        codes = formats.unpack_e2m1(getattr(expert, name))
+        rows, blocks = scale.shape
+        assert all((codes[:, 32 * b :][:, :32] & 7).any(-1).all() for b in range(blocks))
+        top = scale.amax(1, keepdim=True)
+        assert torch.equal(found[name][:rows, :blocks], 10 - (top - scale))
+        assert (found[name][:, blocks:] == 0).all() and packed.inexact == 0
 
 
 def mxfp4_checkpoint(codes: torch.Tensor, scale: torch.Tensor) -> CheckpointExperts:
@@ -243,7 +262,7 @@ def test_mxfp4_row_scale_and_offsets_by_their_definition():
     source = mxfp4_checkpoint(codes, scale)
     packed = pack_weights(config_for(source, "mxfp4"), source, rank=0)
     assert packed.w2_offset.shape == (1, 2, 256) and packed.inexact == 0
-    offsets = unpack_offsets(packed.w2_offset[0].T)[:64]
+    offsets = offsets_of(packed.w2_offset[0])[:64]
     for row in range(64):
         blocks = codes[row].view(8, 32)
         holding = [b for b in range(8) if (blocks[b] & 7).any()]
@@ -268,7 +287,7 @@ def test_mxfp4_blocks_far_below_their_row_are_requantised(distance):
     packed = pack_weights(config_for(source, "mxfp4"), source, rank=0)
     exact = formats.dequantise_e2m1(formats.pack_e2m1(codes), scale)
     got = packed.dequantise(0)[2]
-    offsets = unpack_offsets(packed.w2_offset[0].T)[:32]
+    offsets = offsets_of(packed.w2_offset[0])[:32]
     assert (offsets[:, :4] == 10).all() and (offsets[:, 4:] == max(10 - distance, 0)).all()
     assert torch.equal(got[:, :128], exact[:, :128])
     assert packed.inexact == int((got != exact).sum())
@@ -291,7 +310,7 @@ def test_mxfp4_scales_at_both_ends(code):
     assert packed.inexact == 0
     assert (packed.w2_scale >= 2.0**-126).all() and packed.w2_scale.isfinite().all()
     values = formats.decode_e2m1(codes).double() * 2.0 ** (code - 127)
-    exponents = unpack_offsets(packed.w2_offset[0].T)[:32].repeat_interleave(32, 1).double() - 4
+    exponents = offsets_of(packed.w2_offset[0])[:32].repeat_interleave(32, 1).double() - 4
     unpacked = formats.decode_e2m1(unpack_kernel_mxfp4(packed.w2))[:32].double()
     assert torch.equal(unpacked * 2.0**exponents * packed.w2_scale[0, :32, None].double(), values)
 

@@ -282,7 +282,6 @@ def _tiles(plan: Any, tokens: int) -> dict[str, Any]:
         "block_n": policy.block_n,
         "block_k": policy.block_k,
         "stages": policy.stages,
-        "math_partitions": policy.math_partitions,
         "ring_blocks": plan.ring_blocks(policy.block_m),
         "ring_rows": plan.ring_blocks(policy.block_m) * policy.block_m,
     }

@@ -9,9 +9,8 @@ import torch
 
 from megamoe.config import MegaMoEInputError
 from megamoe.group_memory import SharedMemory
-from megamoe.kernel import mega
-from megamoe.launch import OPTIONS, Launch, compile_launch, fixed_arguments
-from megamoe.plan import BLOCK_MS, STATUS_REPORTED, KernelSpec, Plan, TilePolicy
+from megamoe.launch import OPTIONS, Launch, compile_launch, compiled_kernels, fixed_arguments
+from megamoe.plan import STATUS_REPORTED, TILES, KernelSpec, Plan, TilePolicy
 from megamoe.symmetric import MegaMoEError, SymmetricBuffer
 
 
@@ -57,7 +56,7 @@ class Lane:
         y = y if tokens else self._spare
         return [
             partial(
-                getattr(mega, launch.kernel)[(self.plan.programs,)],
+                compiled_kernels()[launch.kernel][(self.plan.programs,)],
                 *self._arguments(weights, spec, tokens, y),
                 **OPTIONS,
             )
@@ -120,7 +119,8 @@ def tile_policies(plan: Plan, tokens: Sequence[int] | None) -> list[TilePolicy]:
     """The different tile policies of calls with these numbers of tokens; None for all numbers."""
     config = plan.config
     if tokens is None:
-        last = [b * config.experts // (config.ranks * config.topk) for b in BLOCK_MS]
+        finite = [most for most, _ in TILES if most != float("inf")]
+        last = [most * config.experts // (config.ranks * config.topk) for most in finite]
         edges = {0, config.capacity} | set(last) | {n + 1 for n in last}
         tokens = sorted(n for n in edges if n <= config.capacity)
     return list(dict.fromkeys(plan.policy(n) for n in tokens))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -30,7 +32,7 @@ CHAIN = (
     Launch("moe_kernel", "linear2"),
     Launch("communicate_kernel", "combine"),
 )
-
+KERNELS = tuple(dict.fromkeys(launch.kernel for launch in FUSED + CHAIN))
 
 # floating-point fusion named: its default differs between Triton versions, and with it the bits
 OPTIONS = {"num_warps": 4, "launch_cooperative_grid": True, "enable_fp_fusion": True}
@@ -40,11 +42,11 @@ OPTIONS = {"num_warps": 4, "launch_cooperative_grid": True, "enable_fp_fusion": 
 class Tile:
     """A TMA descriptor to be made: a row-major matrix and the box of one copy."""
 
+    source: str  # a tensor of the weights or a region of the buffer; "" for an argument not used
     rows: int
     columns: int
     dtype: str
     box: tuple[int, int]
-    used: bool = True
 
 
 def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
@@ -60,33 +62,38 @@ def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
     w_box = (spec.block_n, spec.block_k // packed)
     x_box = (spec.block_m, spec.block_k)
 
-    def scales(rows: int, k: int) -> Tile:
+    def scales(region: str, rows: int, k: int) -> Tile:
         """Scales of K groups; where a recipe has none in the K loop, one box that nobody loads."""
+        box = (rows or spec.stage_scale_rows, spec.block_m)
         if rows == 0:
-            return Tile(
-                spec.stage_scale_rows,
-                spec.block_m,
-                "float32",
-                (spec.stage_scale_rows, spec.block_m),
-                used=False,
-            )
-        return Tile(k // (spec.block_k // rows), spec.ring_rows, "float32", (rows, spec.block_m))
+            return Tile("", *box, "float32", box)
+        return Tile(region, k // (spec.block_k // rows), spec.ring_rows, "float32", box)
+
+    def factors(matrix: str, k: int, rows: int) -> Tile:
+        """Scales or exponent offsets, a word for each row and 128 of K."""
+        if not spec.factor_rows:
+            return Tile("", 1, spec.block_n, "int32", (1, spec.block_n))
+        kind, dtype = ("offset", "int32") if config.recipe == "mxfp4" else ("scale", "float32")
+        box = (spec.factor_rows, spec.block_n)
+        return Tile(f"{matrix}_{kind}", experts * k // 128, rows, dtype, box)
 
     return {
-        "w1": Tile(experts * 2 * intermediate, hidden // packed, w_dtype, w_box),
-        "w2": Tile(experts * hidden, intermediate // packed, w_dtype, w_box),
-        "pool_x": Tile(spec.ring_rows, hidden, x_dtype, x_box),
-        "pool_h": Tile(spec.ring_rows, intermediate, x_dtype, x_box),
-        "pool_x_scale": scales(spec.l1_scale_rows, hidden),
-        "pool_h_scale": scales(spec.l2_scale_rows, intermediate),
+        "w1": Tile("w1", experts * 2 * intermediate, hidden // packed, w_dtype, w_box),
+        "w2": Tile("w2", experts * hidden, intermediate // packed, w_dtype, w_box),
+        "pool_x": Tile("pool_x", spec.ring_rows, hidden, x_dtype, x_box),
+        "pool_h": Tile("pool_h", spec.ring_rows, intermediate, x_dtype, x_box),
+        "pool_x_scale": scales("pool_x_scale", spec.l1_scale_rows, hidden),
+        "pool_h_scale": scales("pool_h_scale", spec.l2_scale_rows, intermediate),
+        "w1_factor": factors("w1", hidden, 2 * intermediate),
+        "w2_factor": factors("w2", intermediate, hidden),
     }
 
 
 def shared_layout(tile: Tile) -> object:
-    """Shared memory layout of a box: swizzled for WGMMA, plain for scales, which are read a row at
-    a time.
+    """Shared memory layout of a box: swizzled for WGMMA, plain for scales and offsets, which are
+    read a row at a time.
     """
-    if tile.dtype == "float32":
+    if tile.dtype in ("float32", "int32"):
         return compat.gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return compat.gl.NVMMASharedLayout.get_default_for(
         list(tile.box), getattr(compat.gl, tile.dtype)
@@ -179,30 +186,23 @@ class InterpreterBackend:
 
     def _arguments(self, rank: int, spec: KernelSpec, tokens: int) -> list[object]:
         m, buffer, weights = self.machine, self._buffer[rank], self._weights[rank]
-        where = {
-            "w1": (weights["w1"], 0),
-            "w2": (weights["w2"], 0),
-            "pool_x": (buffer, spec.offset.pool_x),
-            "pool_h": (buffer, spec.offset.pool_h),
-            "pool_x_scale": (buffer, spec.offset.pool_x_scale),
-            "pool_h_scale": (buffer, spec.offset.pool_h_scale),
-        }
+
+        def where(source: str) -> tuple[object, int]:
+            if source in weights:
+                return weights[source], 0
+            return buffer, getattr(spec.offset, source) if source else 0
+
         descriptors = [
             m.descriptor(
-                *where[name], shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box)
+                *where(t.source), shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box)
             )
-            for name, t in tiles(self.plan.config, spec).items()
+            for t in tiles(self.plan.config, spec).values()
         ]
         scales = [
             m.pointer(weights[name], dtype=dtype)
             if name in weights
             else m.pointer(buffer, dtype=dtype)
-            for name, dtype in (
-                ("w1_scale", "float32"),
-                ("w2_scale", "float32"),
-                ("w1_offset", "int32"),
-                ("w2_offset", "int32"),
-            )
+            for name, dtype in (("w1_scale", "float32"), ("w2_scale", "float32"))
         ]
         return [
             m.pointer(buffer, dtype="int8"),
@@ -278,7 +278,7 @@ class GluonBackend:
 
     def _launch(self, rank: int, launch: Launch, spec: KernelSpec, tokens: int) -> None:
         arguments = self._kernel_arguments(rank, spec, tokens)
-        getattr(mega, launch.kernel)[(self.plan.programs,)](*arguments, **OPTIONS)
+        compiled_kernels()[launch.kernel][(self.plan.programs,)](*arguments, **OPTIONS)
 
     def _kernel_arguments(self, rank: int, spec: KernelSpec, tokens: int) -> list[object]:
         key = (rank, spec)
@@ -304,21 +304,35 @@ def fixed_arguments(
 
     device = buffer.memory.device
     descriptors = []
-    for name, t in tiles(buffer.plan.config, spec).items():
-        matrix = weights[name] if name in weights else buffer.view(name)
+    for t in tiles(buffer.plan.config, spec).values():
+        if not t.source:
+            matrix = torch.zeros(t.rows, t.columns, dtype=getattr(torch, t.dtype), device=device)
+        else:
+            matrix = weights[t.source] if t.source in weights else buffer.view(t.source)
         if t.dtype == "int8":
             matrix = matrix.view(torch.int8)
-        if not t.used:
-            matrix = torch.zeros(t.rows, t.columns, device=device)
         matrix = matrix.flatten()[: t.rows * t.columns].view(t.rows, t.columns)
         descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), shared_layout(t)))
     unused = torch.zeros(4, dtype=torch.float32, device=device)
     scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
-    offsets = [weights.get(name, unused.view(torch.int32)) for name in ("w1_offset", "w2_offset")]
-    return [buffer.memory.view(torch.int8), peers, *descriptors, *scales, *offsets]
+    return [buffer.memory.view(torch.int8), peers, *descriptors, *scales]
+
+
+@lru_cache(maxsize=1)
+def compiled_kernels() -> dict[str, Any]:
+    """The kernels by name, as a GPU launches them.
+
+    Triton's key of a function depends on which functions were hashed before it: hashed in one
+    order, a kernel has the same key in every process, and finds what another has compiled.
+    """
+    kernels = {name: getattr(mega, name) for name in KERNELS}
+    for kernel in kernels.values():
+        kernel.cache_key  # noqa: B018
+    return kernels
 
 
 def compile_launch(launch: Launch, arguments: list[object], programs: int) -> None:
     """Compile one kernel and load it onto the current device; launches nothing."""
-    compiled = getattr(mega, launch.kernel).warmup(*arguments, grid=(programs,), **OPTIONS)
+    kernel = compiled_kernels()[launch.kernel]
+    compiled = kernel.warmup(*arguments, grid=(programs,), **OPTIONS)
     compat.load_module(compiled)

@@ -25,7 +25,15 @@ from megamoe import sass
 from megamoe.config import RECIPES, X_SCALES, MoEConfig
 from megamoe.kernel import compat, mega
 from megamoe.launch import CHAIN, FUSED, OPTIONS, Launch, Tile, shared_layout, tiles
-from megamoe.plan import BLOCK_MS, SHARED_BYTES, KernelSpec, Plan, TilePolicy, tile_policy
+from megamoe.plan import (
+    BLOCK_MS,
+    MATH_PARTITIONS,
+    SHARED_BYTES,
+    KernelSpec,
+    Plan,
+    TilePolicy,
+    tile_policy,
+)
 
 CAPABILITY = 90  # Triton compiles for sm_90a then
 WARP = 32
@@ -48,10 +56,14 @@ SCALARS = {
     "y": "*bf16",
     "w1_scale": "*fp32",
     "w2_scale": "*fp32",
-    "w1_offset": "*i32",
-    "w2_offset": "*i32",
 }
-TYPE_NAMES = {"bfloat16": "bf16", "float8e4nv": "fp8e4nv", "int8": "i8", "float32": "fp32"}
+TYPE_NAMES = {
+    "bfloat16": "bf16",
+    "float8e4nv": "fp8e4nv",
+    "int8": "i8",
+    "int32": "i32",
+    "float32": "fp32",
+}
 
 
 class OfflineError(RuntimeError):
@@ -110,8 +122,9 @@ class Compiled:
 class Report:
     """The counts of one compiled kernel; see :class:`Compiled` for the first ones.
 
-    loops: its K loops, in each math partition one of L1 and one of L2. stl, ldl: spill stores and
-    loads anywhere; loop_stl, loop_ldl: those inside K loops, per turn, over all of them.
+    loops: its K loops, in each math partition one of L1 and one of L2. expanders: the loops over
+    stages, two in each expander of MXFP4. stl, ldl: spill stores and loads anywhere.
+    reused_barriers: see :func:`megamoe.sass.reused_barriers`.
     """
 
     case: Case
@@ -127,19 +140,27 @@ class Report:
     usetmaxreg: int
     stl: int
     ldl: int
-    loops: tuple[sass.KLoop, ...]
+    loops: tuple[sass.Loop, ...]
+    expanders: tuple[sass.Loop, ...]
+    reused_barriers: tuple[int, ...]
 
     @property
-    def loop_stl(self) -> int:
-        return sum(loop.count("STL") for loop in self.loops)
+    def loop_spills(self) -> tuple[int, int]:
+        """Spill stores and loads inside K loops, per turn, over all of them."""
+        return _spills(self.loops)
 
     @property
-    def loop_ldl(self) -> int:
-        return sum(loop.count("LDL") for loop in self.loops)
+    def expander_spills(self) -> tuple[int, int]:
+        """The same inside the loops of expanders."""
+        return _spills(self.expanders)
 
     @property
     def serialised(self) -> int:
         return sum(loop.serialised for loop in self.loops)
+
+
+def _spills(loops: Sequence[sass.Loop]) -> tuple[int, int]:
+    return sum(loop.count("STL") for loop in loops), sum(loop.count("LDL") for loop in loops)
 
 
 # --- what to compile ---------------------------------------------------------------------------
@@ -269,13 +290,16 @@ def report(compiled: Compiled) -> Report:
         **counts,
         instructions=len(code),
         loops=tuple(sass.k_loops(code)),
+        expanders=tuple(sass.expander_loops(code)),
+        reused_barriers=tuple(sass.reused_barriers(code)),
     )
 
 
 def faults(found: Report, *, known_spills: tuple[int, int] = (0, 0)) -> list[str]:
     """What is wrong with a kernel, in words; empty if nothing is.
 
-    known_spills: so many spill stores and loads are accepted inside K loops.
+    known_spills: so many spill stores and loads are accepted inside K loops. Inside the loops of
+    expanders none is.
     """
     wrong = []
     if found.shared > SHARED_BYTES:
@@ -288,12 +312,23 @@ def faults(found: Report, *, known_spills: tuple[int, int] = (0, 0)) -> list[str
             wrong.append(f"no {name.upper()}")
     if getattr(found, other):
         wrong.append(f"{getattr(found, other)} {other.upper()}, the recipe has none")
-    loops = 2 * found.case.policy.math_partitions
+    loops = 2 * MATH_PARTITIONS
     if len(found.loops) != loops:
         wrong.append(f"{len(found.loops)} K loops, expected {loops}: L1 and L2 of each partition")
-    stl, ldl = known_spills
-    if found.loop_stl > stl or found.loop_ldl > ldl:
-        wrong.append(f"K loops spill: STL {found.loop_stl}, LDL {found.loop_ldl}")
+    stages = 2 * found.case.policy.expanders
+    if len(found.expanders) != stages:
+        wrong.append(
+            f"{len(found.expanders)} loops of expanders, expected {stages}: L1 and L2 of each"
+        )
+    for name, spills, known in (
+        ("K loops", found.loop_spills, known_spills),
+        ("expanders", found.expander_spills, (0, 0)),
+    ):
+        if spills[0] > known[0] or spills[1] > known[1]:
+            wrong.append(f"{name} spill: STL {spills[0]}, LDL {spills[1]}")
+    if found.reused_barriers:
+        places = _names([hex(offset) for offset in found.reused_barriers])
+        wrong.append(f"memory of barriers is used for something else: {places}")
     if found.serialised:
         wrong.append(f"K loops wait between WGMMAs of one sum: {found.serialised}")
     return wrong
@@ -314,17 +349,18 @@ was run with.
 The layer: {", ".join(f"{name} {value}" for name, value in SHAPE.items())}.
 Clamp, where there is one: {CLAMP:g}.
 
-- **registers**: of a thread at launch, then what the roles trade them for: math / dispatch / the
-  single warps.
+- **registers**: of a thread at launch, then what the roles trade them for: math / dispatch /
+  expanders / the single warps.
 - **stack**: bytes of local memory a thread has, as many as the role that needs most of them; used
-  outside the K loops only, unless the next column says otherwise.
+  outside the loops over stages only, unless the next two columns say otherwise.
 - **K loops**: spill stores / spill loads per turn, over the K loops of all math partitions.
+- **expanders**: the same in the loops that expand the codes of MXFP4.
 - **WGMMA**: tensor core instructions of the whole kernel, QGMMA for FP8 and HGMMA for bf16.
 - **s**: seconds to compile, on a machine that was doing other things too.
 """
 HEADER = (
-    "| kernel | recipe | x scales | clamp | block_m | family | registers | stack | K loops | WGMMA "
-    "| UTMALDG | USETMAXREG | shared | warps | s |"
+    "| kernel | recipe | x scales | clamp | block_m | family | registers | stack | K loops "
+    "| expanders | WGMMA | UTMALDG | USETMAXREG | shared | warps | s |"
 )
 
 
@@ -341,16 +377,19 @@ def _row(r: Report) -> str:
     kernel = r.case.launch.kernel
     if r.case.launch not in FUSED:
         kernel += f" ({r.case.launch.phases})"
-    roles = kind = loops = ""
+    roles = kind = loops = expanders = ""
     if r.usetmaxreg:
-        roles = f" ({p.math_registers} / {p.dispatch_registers} / {p.load_registers})"
+        expand = p.expand_registers if p.expanders else "-"
+        roles = f" ({p.math_registers} / {p.dispatch_registers} / {expand} / {p.load_registers})"
     if r.loops:
         kind = f" {'QGMMA' if r.qgmma else 'HGMMA'}"
-        loops = f"{r.loop_stl} / {r.loop_ldl}"
+        loops = "{} / {}".format(*r.loop_spills)
+    if r.expanders:
+        expanders = "{} / {}".format(*r.expander_spills)
     cells = (
         kernel, c.recipe, c.x_scales, "" if c.clamp is None else "yes", c.block_m, p.family,
-        f"{r.registers}{roles}", r.stack, loops, f"{r.qgmma + r.hgmma}{kind}", r.utmaldg,
-        r.usetmaxreg, r.shared, r.warps, f"{r.seconds:.1f}",
+        f"{r.registers}{roles}", r.stack, loops, expanders, f"{r.qgmma + r.hgmma}{kind}",
+        r.utmaldg, r.usetmaxreg, r.shared, r.warps, f"{r.seconds:.1f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 

@@ -15,6 +15,10 @@ from megamoe.config import H_GROUP, MoEConfig
 
 K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
 BLOCK_MS = (16, 32, 64, 128)
+# (most rows an average expert has, block_m), measured by benchmarks/search_tiles.py
+TILES = ((16, 16), (32, 32), (64, 64), (float("inf"), 128))
+MATH_PARTITIONS = 2  # warpgroups that share a tile
+BLOCK_N = 64 * MATH_PARTITIONS  # weight rows of a tile
 SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next
 ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
 PULL_BYTES = 2048  # of each row that dispatch has in flight at once
@@ -45,12 +49,12 @@ STATUS_WORDS = 32
 ROLES = (
     "math 0",
     "math 1",
-    "math 2",
-    "math 3",
     "communicate",
     "load weights",
     "load tokens",
     "signal",
+    "expand 0",
+    "expand 1",
 )
 TRACE_WORDS = 4  # tag, begin, middle, end
 
@@ -75,27 +79,29 @@ class Region:
 class TilePolicy:
     """How the matrix products are cut.
 
-    A tile is ``block_n`` weight rows (the M side of WGMMA) by ``block_m`` tokens (its N side);
-    ``math_partitions`` warpgroups own 64 weight rows each.  ``block_k`` columns of K travel in one
-    stage.
+    A tile is ``block_n`` weight rows by ``block_m`` tokens; each math partition owns half of it.
+    ``block_k`` columns of K travel in one stage; MXFP4 codes land in ``packed_stages`` of their
+    own, from which ``expanders`` warpgroups fill the stages.
     """
 
     block_m: int
-    math_partitions: int
     block_k: int
     stages: int
+    packed_stages: int
+    expanders: int
     math_registers: int
     dispatch_registers: int
+    expand_registers: int
     load_registers: int
     pull_rows: int
 
     @property
     def block_n(self) -> int:
-        return 64 * self.math_partitions
+        return BLOCK_N
 
     @property
     def family(self) -> str:
-        return "decode" if self.math_partitions == 4 else "prefill"
+        return "decode" if self.block_m <= 32 else "prefill"
 
 
 @dataclass(frozen=True)
@@ -119,10 +125,12 @@ class KernelSpec:
     block_n: int
     block_k: int
     stages: int
-    math_partitions: int
+    packed_stages: int
+    expanders: int
     pull_rows: int
     math_registers: int
     dispatch_registers: int
+    expand_registers: int
     load_registers: int
     # schedule
     ring_blocks: int
@@ -145,20 +153,35 @@ class KernelSpec:
         return self.block_n * self.block_k * self.weight_bits // 8
 
     @property
+    def factor_rows(self) -> int:
+        """Rows of four-byte factors that come with a stage of weights: each is for 128 of K and
+        holds a scale (fp8_block) or four exponent offsets (mxfp4) for every weight row.
+        """
+        return self.block_k // 128 if self.recipe in ("fp8_block", "mxfp4") else 0
+
+    @property
+    def packed_bytes(self) -> int:
+        """What lands in a stage from the weights: their values and their factors."""
+        return self.stage_bytes_w + 4 * self.factor_rows * self.block_n
+
+    @property
     def stage_bytes_x(self) -> int:
         return self.block_m * self.block_k * self.x_bytes
 
     @property
     def tokens_first(self) -> bool:
-        """Whether tokens are the M side of WGMMA: wide tiles, unless the weights are expanded in
-        registers.
-        """
-        return self.block_m == 128 and self.recipe != "mxfp4"
+        """Whether tokens are the M side of WGMMA: in wide tiles."""
+        return self.block_m == 128
 
     @property
     def tile_columns(self) -> int:
         """N side of a partition's tile."""
         return self.block_n if self.tokens_first else self.block_m
+
+    @property
+    def exchanges_maxima(self) -> bool:
+        """Whether both math partitions have a part of each scale group of L1's output."""
+        return self.phases == "fused" and self.recipe != "bf16" and not self.tokens_first
 
     @property
     def scope(self) -> str:
@@ -200,7 +223,12 @@ class KernelSpec:
     @property
     def pull_groups(self) -> int:
         """Scale groups of a row that dispatch moves in a step; a power of two."""
-        return min(16, largest_power_of_two_in(self.padded_hidden // 32))
+        return min(32, largest_power_of_two_in(self.padded_hidden // 32))
+
+    @property
+    def code_lanes(self) -> int:
+        """Words of four scale codes of a row, padded to a power of two of at least a warp."""
+        return max(32, power_of_two(self.padded_hidden // 128))
 
     @property
     def pull_words(self) -> int:
@@ -288,17 +316,28 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     """
     block_m = config.block_m
     if block_m is None:
-        block_m = next((b for b in BLOCK_MS if tokens_per_expert <= b), BLOCK_MS[-1])
-    decode = block_m <= 32
-    math_partitions = 4 if decode else 2
-    block_k = {"bf16": 64, "mxfp4": 256}.get(config.recipe, 128)
-    weight_bytes, x_bytes = {"bf16": (2.0, 2), "mxfp4": (0.5, 1)}.get(config.recipe, (1.0, 1))
-    stage = int(64 * math_partitions * block_k * weight_bytes) + block_m * block_k * x_bytes
-    stages = min(6, (SHARED_BYTES - SHARED_SCRATCH) // stage)
-    # per thread: over the warpgroups they add up to what the launch has (6 x 80 in decode, 4 x 128
-    # in prefill)
-    registers = (88, 96, 32) if decode else (200, 80, 32)
-    return TilePolicy(block_m, math_partitions, block_k, stages, *registers, pull_rows=4)
+        block_m = next(b for most, b in TILES if tokens_per_expert <= most)
+    if config.recipe == "bf16":
+        block_k, x_bytes = 64, 2
+    elif block_m <= 32:
+        block_k, x_bytes = 256, 1  # products are short: two K groups for each turn of the barriers
+    else:
+        block_k, x_bytes = 128, 1
+    stage = (BLOCK_N + block_m) * block_k * x_bytes
+    factors = BLOCK_N * block_k // 128 * 4
+    room = SHARED_BYTES - SHARED_SCRATCH
+    expanders = 0 if config.recipe != "mxfp4" else 1 if block_m == 128 else 2
+    if expanders:
+        # codes run ahead of the memory's latency; a few expanded stages are enough
+        packed = BLOCK_N * block_k // 2 + factors
+        stages = 3 if block_k == 256 else 4
+        packed_stages = (room - stages * stage) // packed
+    else:
+        stages = packed_stages = min(10, room // (stage + factors))
+    # of a thread in math, communicate, expand, load: over the warpgroups they add up to what the
+    # launch has, 4 x 128, with an expander 5 x 96, with two 6 x 80
+    registers = [(200, 80, 0, 32), (160, 64, 64, 32), (104, 80, 80, 32)][expanders]
+    return TilePolicy(block_m, block_k, stages, packed_stages, expanders, *registers, pull_rows=4)
 
 
 def l1_tiles(config: MoEConfig, policy: TilePolicy) -> int:
@@ -387,7 +426,7 @@ class Plan:
                 "schedule, dispatch",
             ),
             ("send_counts", (SETS, c.experts), "int32", "dispatch", "dispatch"),
-            ("arrived", (SETS, blocks), "int32", "dispatch", "load tokens"),
+            ("arrived", (SETS, blocks), "int32", "dispatch", "load tokens; load weights"),
             ("l1_done", (SETS, blocks), "int32", "signal", "load tokens"),
             ("l2_done", (SETS, blocks), "int32", "signal", "dispatch; signal"),
             ("token_arrivals", (SETS, align_up(t, 32)), "int32", "signal of every rank", "combine"),
@@ -462,10 +501,12 @@ class Plan:
             block_n=policy.block_n,
             block_k=policy.block_k,
             stages=policy.stages,
-            math_partitions=policy.math_partitions,
+            packed_stages=policy.packed_stages,
+            expanders=policy.expanders,
             pull_rows=policy.pull_rows,
             math_registers=policy.math_registers,
             dispatch_registers=policy.dispatch_registers,
+            expand_registers=policy.expand_registers,
             load_registers=policy.load_registers,
             ring_blocks=self.ring_blocks(policy.block_m),
             lag=lag_blocks(c, policy, self.programs),

@@ -1,8 +1,8 @@
 """Reading SASS, the machine code of an NVIDIA GPU as `cuobjdump --dump-sass` prints it.
 
 What a kernel must not have cannot be seen in its source: a register spilled to local memory inside
-a K loop, or a WGMMA that the assembler makes wait for the one before it.  Both are found here by
-following the branches.
+a K loop or an expander's loop, or a WGMMA that the assembler makes wait for the one before it.
+These are found here by following the branches.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class KLoop:
-    """An innermost loop that holds WGMMA."""
+class Loop:
+    """A loop that holds certain instructions, and no smaller loop that does."""
 
     instructions: tuple[Instruction, ...]  # by address, with the slow paths that the loop jumps to
 
@@ -104,12 +104,41 @@ def parse(sass: str) -> list[Instruction]:
     return found
 
 
-def k_loops(instructions: list[Instruction]) -> list[KLoop]:
+def k_loops(instructions: list[Instruction]) -> list[Loop]:
     """The innermost loops that hold WGMMA, in the order of the code."""
+    return _loops_with(instructions, _WGMMA)
+
+
+def expander_loops(instructions: list[Instruction]) -> list[Loop]:
+    """The innermost loops that look bytes up and store 16 of them at a time to shared memory, in
+    the order of the code; those around a K loop, which may do both too, are none.
+    """
+    loops = _loops_with(instructions, ("STS.128",))
+    return [loop for loop in loops if loop.count("PRMT") and not loop.wgmma]
+
+
+def reused_barriers(instructions: list[Instruction]) -> list[int]:
+    """Offsets in shared memory at which an mbarrier is initialised and something else is stored.
+
+    Memory of a barrier that was not invalidated must not be used again: the hardware may write the
+    barrier's state there at any time.
+    """
+    barriers = _offsets(instructions, "SYNCS.EXCH")
+    return sorted(barriers & _offsets(instructions, "STS"))
+
+
+def _offsets(instructions: list[Instruction], name: str) -> set[int]:
+    """Constant offsets of the addresses in shared memory that these instructions name."""
+    found = (re.search(r"\[[^]]*?(0x[0-9a-f]+)\]", i.operands) for i in instructions
+             if i.name.startswith(name))  # fmt: skip
+    return {int(match[1], 16) for match in found if match}
+
+
+def _loops_with(instructions: list[Instruction], names: tuple[str, ...]) -> list[Loop]:
     graph = _successors(instructions)
-    wgmma = {n for n, i in enumerate(instructions) if i.is_wgmma}
+    wanted = {n for n, i in enumerate(instructions) if i.name.startswith(names)}
     loops = [
-        KLoop(tuple(instructions[n] for n in sorted(nodes))) for nodes in _innermost(graph, wgmma)
+        Loop(tuple(instructions[n] for n in sorted(nodes))) for nodes in _innermost(graph, wanted)
     ]
     return sorted(loops, key=lambda loop: loop.instructions[0].address)
 

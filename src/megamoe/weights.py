@@ -25,11 +25,9 @@ __all__ = [
     "KernelWeights",
     "WeightsError",
     "pack_kernel_mxfp4",
-    "pack_offsets",
     "pack_weights",
     "quantise_experts",
     "unpack_kernel_mxfp4",
-    "unpack_offsets",
 ]
 
 INTERLEAVE = 8
@@ -50,8 +48,8 @@ class KernelWeights:
     fp8_block: [Er, Hp/128, 2Ip] and [Er, Ip/128, Hp], (128 of K, row). bf16: None.
 
     w1_offset, w2_offset, mxfp4 only: int32 [Er, Hp/128, 2Ip] and [Er, Ip/128, Hp]. Byte j (little
-    endian) of word 2b + h of a row is the exponent offset d of k = 256b + 64j + 32h .. + 31; a code
-    of value v stands for v * 2^(d - 4) times the row's scale, 0 <= d <= 10.
+    endian) of word b of a row is the exponent offset d of k = 128b + 32j .. + 31; a code of value v
+    stands for v * 2^(d - 4) times the row's scale, 0 <= d <= 10.
 
     inexact: how many weights the single scale per row could not represent exactly.
     """
@@ -94,7 +92,7 @@ class KernelWeights:
             return formats.decode_e4m3(weight) * scale.T.repeat_interleave(BLOCK, dim=1)
         if recipe == "fp8":
             return formats.decode_e4m3(weight) * scale.unsqueeze(1)
-        offsets = unpack_offsets(getattr(self, name + "_offset")[expert].T)
+        offsets = formats.unpack_ue8m0_int32(getattr(self, name + "_offset")[expert].T)
         exponents = offsets.to(torch.int32).repeat_interleave(formats.SCALE_BLOCK, dim=1)
         values = formats.decode_e2m1(unpack_kernel_mxfp4(weight))
         return values * formats.power_of_two(exponents - MXFP4_OFFSET_BIAS) * scale.unsqueeze(1)
@@ -280,7 +278,7 @@ def _mxfp4_rows(rows: torch.Tensor, scale: torch.Tensor, where: _Where) -> _Rows
     row = (largest - top).clamp_min(formats.MIN_EXPONENT).masked_fill(zero, 0)
     wanted = (exponents - row.unsqueeze(1) + MXFP4_OFFSET_BIAS).masked_fill(~holds, 0)
     codes, inexact = _lower_codes(blocked, wanted)
-    offset = pack_offsets(wanted.clamp_min(0).to(torch.uint8))
+    offset = formats.pack_ue8m0_int32(wanted.clamp_min(0).to(torch.uint8))
     return _Rows(pack_kernel_mxfp4(codes.flatten(1)), formats.power_of_two(row), offset, inexact)
 
 
@@ -332,15 +330,3 @@ def unpack_kernel_mxfp4(packed: torch.Tensor) -> torch.Tensor:
     ]
     halves = [torch.stack(half, dim=-1).flatten(-2) for half in codes]
     return torch.stack(halves, dim=-2).flatten(-3).to(torch.uint8)
-
-
-def pack_offsets(offsets: torch.Tensor) -> torch.Tensor:
-    """uint8 [.., K/32] -> int32 [.., K/128] (K a multiple of 256), see KernelWeights."""
-    by_half = offsets.unflatten(-1, (-1, 4, 2)).transpose(-1, -2)
-    return formats.pack_ue8m0_int32(by_half).flatten(-3)
-
-
-def unpack_offsets(packed: torch.Tensor) -> torch.Tensor:
-    """int32 [.., K/128] -> uint8 [.., K/32]; undoes pack_offsets."""
-    by_half = formats.unpack_ue8m0_int32(packed).unflatten(-1, (-1, 2, 4))
-    return by_half.transpose(-1, -2).flatten(-3)

@@ -20,7 +20,7 @@ from .access import fence, load_flag, store_flag, update_flag
 from .dtypes import DType
 from .errors import KernelError, UnsupportedOperation
 from .faults import where
-from .ptx_ops import EVALUATE, comparison, width_of
+from .ptx_ops import comparison, evaluator, width_of
 from .values import Pointer, Scalar, Tensor, as_tensor, wrap
 
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
@@ -51,7 +51,7 @@ class Instruction:
         self.parts = self.name.split(".")
         self.operands = _operands(found[4])
         self.width = width_of(self.parts)
-        self.run = EVALUATE.get(self.parts[0])
+        self.run = evaluator(self.name)
         # Source operands that are numbers, trimmed to the width; None for the others.
         mask = (1 << max(self.width, 32)) - 1
         numbers = [_immediate(o) for o in self.operands[1:]]

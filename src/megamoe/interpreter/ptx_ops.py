@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .dtypes import E4M3_64, e4m3_encode
 from .errors import UnsupportedOperation
 
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
@@ -235,6 +236,50 @@ def _unary_float(op: Callable) -> Callable:
     return lambda i, v: _float(i, op, v)
 
 
+def _halves(value: object) -> np.ndarray:
+    """The two fp16 of a word, the low one first, as float64 [.., 2]."""
+    words = np.asarray(value, np.int64)[..., None] >> np.array([0, 16])
+    return (words & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
+
+
+def _from_halves(halves: np.ndarray, v: list) -> object:
+    """Rounded to nearest even and packed; a Python int where no operand is an array."""
+    with np.errstate(over="ignore"):
+        bits = halves.astype(np.float16).view(np.uint16).astype(np.int64)
+    return _packed(bits, 16, v)
+
+
+def _packed(fields: np.ndarray, width: int, v: list) -> object:
+    out = fields[..., 0] | fields[..., 1] << width
+    return out if any(isinstance(x, np.ndarray) for x in v) else int(out)
+
+
+def _mul_halves(i: object, v: list) -> object:
+    return _from_halves(_halves(v[0]) * _halves(v[1]), v)
+
+
+def _ne_halves(i: object, v: list) -> object:
+    """1.0 in each half where both numbers are known and differ."""
+    a, b = _halves(v[0]), _halves(v[1])
+    return _from_halves(((a < b) | (a > b)).astype(np.float64), v)
+
+
+def _e4m3_to_halves(i: object, v: list) -> object:
+    codes = np.asarray(v[0], np.int64)[..., None] >> np.array([0, 8])
+    return _from_halves(E4M3_64[codes & 0xFF], v)
+
+
+def _halves_to_e4m3(i: object, v: list) -> object:
+    return _packed(e4m3_encode(_halves(v[0]).astype(np.float32)).astype(np.int64), 8, v)
+
+
+def _popc(i: object, v: list) -> object:
+    if isinstance(v[0], int):
+        return (v[0] & M32).bit_count()
+    bits = np.ascontiguousarray(v[0] & M32, np.uint32).view(np.uint8)
+    return np.unpackbits(bits.reshape(*np.shape(v[0]), 4), axis=-1).sum(-1).astype(np.int64)
+
+
 def _cvt(i: object, v: list) -> object:
     """Between integers, and between integers and floats of 32 and 64 bits."""
     target, source = i.parts[-2], i.parts[-1]
@@ -287,7 +332,22 @@ def comparison(i: object, a: object, b: object) -> tuple[str, object, object, ob
     return entry[0], entry[1](a, b), a, b
 
 
-EVALUATE: dict[str, Callable] = {
+def evaluator(name: str) -> Callable | None:
+    """What computes the instruction `name`; None if nothing does."""
+    parts = name.split(".")
+    if any(part in ("f16", "bf16") or part.endswith("x2") for part in parts):
+        return _NARROW.get(name)
+    return _EVALUATE.get(parts[0])
+
+
+# Of the instructions on fp16, bf16 and e4m3 only these, with these modifiers.
+_NARROW: dict[str, Callable] = {
+    "mul.rn.f16x2": _mul_halves,
+    "set.ne.f16x2.f16x2": _ne_halves,
+    "cvt.rn.f16x2.e4m3x2": _e4m3_to_halves,
+    "cvt.rn.satfinite.e4m3x2.f16x2": _halves_to_e4m3,
+}
+_EVALUATE: dict[str, Callable] = {
     "mov": _mov,
     "add": _add,
     "sub": _sub,
@@ -309,6 +369,7 @@ EVALUATE: dict[str, Callable] = {
     "bfe": _bfe,
     "cvt": _cvt,
     "cvta": _mov,
+    "popc": _popc,
     "fma": _fma,
     "ex2": _unary_float(np.exp2),
     "lg2": _unary_float(np.log2),

@@ -2,10 +2,12 @@
 (:class:`Rings`).
 """
 
+from megamoe import plan
 from megamoe.kernel.compat import aggregate, gl, gluon, mbarrier, tma
 
 TASK_SLOTS = gl.constexpr(4)
 TASK_WORDS = gl.constexpr(8)
+MATH_PARTITIONS = gl.constexpr(plan.MATH_PARTITIONS)
 
 
 @aggregate
@@ -26,10 +28,10 @@ class Context:
     pool_h: tma.tensor_descriptor
     pool_x_scale: tma.tensor_descriptor
     pool_h_scale: tma.tensor_descriptor
+    w1_factor: tma.tensor_descriptor
+    w2_factor: tma.tensor_descriptor
     w1_scale: gl.tensor
     w2_scale: gl.tensor
-    w1_offset: gl.tensor
-    w2_offset: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
@@ -48,10 +50,10 @@ class Context:
         pool_h,
         pool_x_scale,
         pool_h_scale,
+        w1_factor,
+        w2_factor,
         w1_scale,
         w2_scale,
-        w1_offset,
-        w2_offset,
     ):
         self.spec = gl.constexpr(spec)
         self.buffer = buffer
@@ -69,8 +71,8 @@ class Context:
         self.pool_h_scale = pool_h_scale
         self.w1_scale = w1_scale
         self.w2_scale = w2_scale
-        self.w1_offset = w1_offset
-        self.w2_offset = w2_offset
+        self.w1_factor = w1_factor
+        self.w2_factor = w2_factor
 
     @gluon.jit
     def region(self, OFFSET: gl.constexpr, dtype: gl.constexpr):
@@ -106,26 +108,55 @@ class Rings:
     w: gl.shared_memory_descriptor  # [stages, block_n, block_k]
     x: gl.shared_memory_descriptor  # [stages, block_m, block_k]
     x_scale: gl.shared_memory_descriptor  # [stages, scale rows of a stage, block_m]
-    full: gl.shared_memory_descriptor  # [stages]: both loaders' bytes have landed
+    full: (
+        gl.shared_memory_descriptor
+    )  # [stages]: both loaders' bytes have landed, or an expander's are stored
     empty: gl.shared_memory_descriptor  # [stages]: every math partition has read them
+    # where weights land: with MXFP4 a ring of their own, read by the expanders, else w itself
+    packed: gl.shared_memory_descriptor  # [packed stages, block_n, bytes of block_k]
+    # what 128 of K of a weight row need beside their values, in the same stage: fp8_block scales,
+    # exponent offsets of mxfp4
+    factors: gl.shared_memory_descriptor  # [packed stages, block_k / 128, block_n]
+    packed_full: gl.shared_memory_descriptor
+    packed_empty: gl.shared_memory_descriptor
     tasks: gl.shared_memory_descriptor  # [slots, words]
     task_full: gl.shared_memory_descriptor
     task_empty: gl.shared_memory_descriptor
     tile_done: (
         gl.shared_memory_descriptor
     )  # [slots]: every math partition has stored its part of the task's tile
+    # of L1's output with weights first, where two partitions share a scale; else not used
     amax: gl.shared_memory_descriptor  # [2 x math partitions, block_m]
-    amax_full: gl.shared_memory_descriptor  # [math partitions / 2]
+    amax_full: gl.shared_memory_descriptor  # [1]
 
     @gluon.constexpr_function
     def __init__(
-        self, w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full
+        self,
+        w,
+        x,
+        x_scale,
+        full,
+        empty,
+        packed,
+        factors,
+        packed_full,
+        packed_empty,
+        tasks,
+        task_full,
+        task_empty,
+        tile_done,
+        amax,
+        amax_full,
     ):
         self.w = w
         self.x = x
         self.x_scale = x_scale
         self.full = full
         self.empty = empty
+        self.packed = packed
+        self.factors = factors
+        self.packed_full = packed_full
+        self.packed_empty = packed_empty
         self.tasks = tasks
         self.task_full = task_full
         self.task_empty = task_empty
@@ -138,14 +169,13 @@ class Rings:
 def allocate_rings(ctx):
     spec: gl.constexpr = ctx.spec
     stages: gl.constexpr = spec.stages
-    partitions: gl.constexpr = spec.math_partitions
     block_m: gl.constexpr = spec.block_m
     block_n: gl.constexpr = spec.block_n
     block_k: gl.constexpr = spec.block_k
-    columns: gl.constexpr = ctx.w1.block_shape[1]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    w = gl.allocate_shared_memory(ctx.w1.dtype, [stages, block_n, columns], ctx.w1.layout)
+    # weights of one type and width with the tokens: one swizzle fits both
+    w = gl.allocate_shared_memory(ctx.pool_x.dtype, [stages, block_n, block_k], ctx.pool_x.layout)
     x = gl.allocate_shared_memory(ctx.pool_x.dtype, [stages, block_m, block_k], ctx.pool_x.layout)
     scale_rows: gl.constexpr = spec.stage_scale_rows
     x_scale = gl.allocate_shared_memory(
@@ -153,21 +183,57 @@ def allocate_rings(ctx):
     )
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
+    packed = w
+    packed_full = full
+    packed_empty = empty
+    landing: gl.constexpr = spec.packed_stages
+    if spec.expanders > 0:
+        columns: gl.constexpr = ctx.w1.block_shape[1]
+        packed = gl.allocate_shared_memory(ctx.w1.dtype, [landing, block_n, columns], ctx.w1.layout)
+        packed_full = gl.allocate_shared_memory(gl.int64, [landing, 1], barriers)
+        packed_empty = gl.allocate_shared_memory(gl.int64, [landing, 1], barriers)
+        for i in gl.static_range(landing):
+            mbarrier.init(packed_full.index(i), count=1)
+            mbarrier.init(packed_empty.index(i), count=1)
+    factors = x_scale  # not used
+    if spec.factor_rows > 0:
+        factors = gl.allocate_shared_memory(
+            ctx.w1_factor.dtype, [landing, spec.factor_rows, block_n], ctx.w1_factor.layout
+        )
     tasks = gl.allocate_shared_memory(gl.int32, [TASK_SLOTS, TASK_WORDS], plain)
     task_full = gl.allocate_shared_memory(gl.int64, [TASK_SLOTS, 1], barriers)
     task_empty = gl.allocate_shared_memory(gl.int64, [TASK_SLOTS, 1], barriers)
     tile_done = gl.allocate_shared_memory(gl.int64, [TASK_SLOTS, 1], barriers)
-    amax = gl.allocate_shared_memory(gl.float32, [2 * partitions, block_m], plain)
-    amax_full = gl.allocate_shared_memory(gl.int64, [partitions // 2, 1], barriers)
+    # A barrier that no role uses would be initialised and then its memory given to something else,
+    # without being invalidated: with more than 32 barriers in a CTA the hardware was seen to write
+    # its state back there.  So where there is no use there is no barrier.
+    amax = x_scale
+    amax_full = tile_done
+    if spec.exchanges_maxima:
+        amax = gl.allocate_shared_memory(gl.float32, [2 * MATH_PARTITIONS, block_m], plain)
+        amax_full = gl.allocate_shared_memory(gl.int64, [1, 1], barriers)
+        mbarrier.init(amax_full.index(0), count=MATH_PARTITIONS)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=partitions)
+        mbarrier.init(empty.index(i), count=MATH_PARTITIONS)
     for i in gl.static_range(TASK_SLOTS):
         mbarrier.init(task_full.index(i), count=1)
-        mbarrier.init(task_empty.index(i), count=partitions + 3)
-        mbarrier.init(tile_done.index(i), count=partitions)
-    for i in gl.static_range(partitions // 2):
-        mbarrier.init(amax_full.index(i), count=2)
+        mbarrier.init(task_empty.index(i), count=MATH_PARTITIONS + spec.expanders + 3)
+        mbarrier.init(tile_done.index(i), count=MATH_PARTITIONS)
     return Rings(
-        w, x, x_scale, full, empty, tasks, task_full, task_empty, tile_done, amax, amax_full
+        w,
+        x,
+        x_scale,
+        full,
+        empty,
+        packed,
+        factors,
+        packed_full,
+        packed_empty,
+        tasks,
+        task_full,
+        task_empty,
+        tile_done,
+        amax,
+        amax_full,
     )

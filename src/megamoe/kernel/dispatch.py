@@ -266,17 +266,71 @@ def pull_scales(ctx, source, token, pool_row, real):
             gl.store(pool + b * spec.ring_rows + pool_row, scale, mask=real)
 
 
+# Four e4m3 times a power of two, rounded: products in fp16 are exact, or so far below the smallest
+# e4m3 that they round to 0 either way.  A value has changed if the result, scaled back, differs;
+# both sides of that comparison are taken 2^4 lower, where neither overflows.
+# $0 result, $1 how many of the four changed; $2 the word, $3 2^-s twice, $4 2^(s - 4) twice
+REBASE = gl.constexpr("""
+{
+.reg .b16 lo, hi;
+.reg .b32 t, a, b, c, d, sixteenth;
+mov.b32 sixteenth, 0x2c002c00;
+shr.u32 t, $2, 16;
+cvt.u16.u32 lo, $2;
+cvt.u16.u32 hi, t;
+cvt.rn.f16x2.e4m3x2 a, lo;
+cvt.rn.f16x2.e4m3x2 b, hi;
+mul.rn.f16x2 c, a, $3;
+mul.rn.f16x2 d, b, $3;
+cvt.rn.satfinite.e4m3x2.f16x2 lo, c;
+cvt.rn.satfinite.e4m3x2.f16x2 hi, d;
+cvt.u32.u16 t, hi;
+shl.b32 t, t, 16;
+cvt.u32.u16 c, lo;
+or.b32 $0, t, c;
+cvt.rn.f16x2.e4m3x2 c, lo;
+cvt.rn.f16x2.e4m3x2 d, hi;
+mul.rn.f16x2 c, c, $4;
+mul.rn.f16x2 d, d, $4;
+mul.rn.f16x2 a, a, sixteenth;
+mul.rn.f16x2 b, b, sixteenth;
+set.ne.f16x2.f16x2 a, a, c;
+set.ne.f16x2.f16x2 b, b, d;
+and.b32 a, a, 0x04000400;
+and.b32 b, b, 0x08000800;
+or.b32 a, a, b;
+popc.b32 $1, a;
+}
+""")
+
+
 @gluon.jit
-def rebase(x, codes, top, dst, copy):
-    """Move e4m3 [rows, groups, 32] from its groups' scales to the rows' scale 2^(top - 127) and
-    store it; returns how many values of each row that changed.
+def rebase(words, shift):
+    """int32 words of four e4m3, and int32 s >= 0 of each -> (words of the values times 2^-s, how
+    many of the four that changed).
     """
-    code = gl.load(codes, mask=copy, other=0).to(gl.int32)
-    shift = gl.maximum(code - top[:, None] + 127, 0)
-    value = x.to(gl.float32) * (shift << 23).to(gl.float32, bitcast=True)[:, :, None]
-    rounded = value.to(gl.float8e4nv)
-    gl.store(dst, rounded, mask=copy[:, :, None])
-    return gl.sum(gl.sum((rounded.to(gl.float32) != value).to(gl.int32), 2), 1)
+    s = gl.minimum(shift, 31)
+    # bits of fp16, below 2^-14 subnormal
+    down = gl.where(s < 15, (15 - s) << 10, (1 << 24) >> s)
+    up = (gl.minimum(s, 19) + 11) << 10  # beyond, every result is 0
+    return gl.inline_asm_elementwise(
+        REBASE,
+        "=&r,=&r,r,r,r",
+        [words, down | (down << 16), up | (up << 16)],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def largest_code(codes, copy, GROUPS: gl.constexpr, LANES: gl.constexpr, layout: gl.constexpr):
+    """The largest of GROUPS byte codes of each row; `codes` int32 pointers to rows."""
+    word = gl.arange(0, LANES, layout=gl.SliceLayout(0, layout))[None, :]
+    four = gl.load(codes[:, None] + word, mask=copy[:, None] & (word < GROUPS // 4), other=0)
+    low = gl.maximum(four & 0xFF, (four >> 8) & 0xFF)
+    high = gl.maximum((four >> 16) & 0xFF, (four >> 24) & 0xFF)
+    return gl.max(gl.maximum(low, high), 1)
 
 
 @gluon.jit
@@ -284,64 +338,56 @@ def pull_rebased(ctx, source, token, pool_row, real):
     """Copy e4m3 rows with UE8M0 scales per 32, rebased to one power-of-two scale a token.
 
     Returns how many values this changed: those more than 2^14 below the token's largest can lose
-    bits.
+    bits.  A short loop: unrolled, its instructions alone took longer to fetch than the rows.
     """
     spec: gl.constexpr = ctx.spec
     N: gl.constexpr = spec.pull_rows
     warps: gl.constexpr = gl.num_warps()
     groups: gl.constexpr = spec.padded_hidden // 32
     width: gl.constexpr = spec.pull_groups
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 16, 2], [warps, 1, 1], [2, 1, 0])
+    STEPS: gl.constexpr = groups // width
+    lanes: gl.constexpr = spec.code_lanes
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [warps, 1, 1], [2, 1, 0])
     tile: gl.constexpr = gl.SliceLayout(2, layout)  # rows x groups
     line: gl.constexpr = gl.SliceLayout(1, tile)
+    by_code: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(1, by_code)
     copy = gl.convert_layout(real, line)[:, None]
-    peer = gl.convert_layout(source, line)
-    source_row = gl.convert_layout(token, line).to(gl.int64)
-    target_row = gl.convert_layout(pool_row, line)
-    codes = ctx.peer_region(peer, spec.offset.x_scale, gl.uint8) + source_row * groups
-    src = ctx.peer_region(peer, spec.offset.x, gl.float8e4nv) + source_row * spec.padded_hidden
-    dst = (
-        ctx.region(spec.offset.pool_x, gl.float8e4nv) + target_row.to(gl.int64) * spec.padded_hidden
-    )
-    src = gl.multiple_of(src, 16)[:, None]
-    dst = gl.multiple_of(dst, 16)[:, None]
-    g = gl.arange(0, width, layout=gl.SliceLayout(0, tile))[None, :]
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    codes = codes[:, None] + g
-    offset = (g * 32)[:, :, None] + column
-    src = src[:, :, None] + offset
-    dst = dst[:, :, None] + offset
-    STEPS: gl.constexpr = groups // width
-    STRIDE: gl.constexpr = width * 32
-    top = gl.zeros((N,), gl.int32, line)
-    for i in gl.static_range(STEPS):
-        code = gl.load(codes + i * width, mask=copy, other=0).to(gl.int32)
-        top = gl.maximum(top, gl.max(code, 1))
-    changed = gl.zeros((N,), gl.int32, line)
     mask = copy[:, :, None]
-    for i in gl.static_range(0, STEPS, 4):
-        # four steps are on their way before the first is used
-        x0 = gl.load(src + i * STRIDE, mask=mask, other=0.0)
-        if i + 1 < STEPS:
-            x1 = gl.load(src + (i + 1) * STRIDE, mask=mask, other=0.0)
-        if i + 2 < STEPS:
-            x2 = gl.load(src + (i + 2) * STRIDE, mask=mask, other=0.0)
-        if i + 3 < STEPS:
-            x3 = gl.load(src + (i + 3) * STRIDE, mask=mask, other=0.0)
-        changed += rebase(x0, codes + i * width, top, dst + i * STRIDE, copy)
-        if i + 1 < STEPS:
-            changed += rebase(x1, codes + (i + 1) * width, top, dst + (i + 1) * STRIDE, copy)
-        if i + 2 < STEPS:
-            changed += rebase(x2, codes + (i + 2) * width, top, dst + (i + 2) * STRIDE, copy)
-        if i + 3 < STEPS:
-            changed += rebase(x3, codes + (i + 3) * width, top, dst + (i + 3) * STRIDE, copy)
+    peer = gl.convert_layout(source, line)
+    row = gl.convert_layout(token, line).to(gl.int64)
+    target = gl.convert_layout(pool_row, line)
+    src = ctx.peer_region(peer, spec.offset.x, gl.int32) + row * (groups * 8)
+    dst = ctx.region(spec.offset.pool_x, gl.int32) + target.to(gl.int64) * (groups * 8)
+    codes = ctx.peer_region(peer, spec.offset.x_scale, gl.uint8) + row * groups
+    g = gl.arange(0, width, layout=gl.SliceLayout(0, tile))[None, :]
+    word = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    offset = (g * 8)[:, :, None] + word
+    src = gl.multiple_of(src, 16)[:, None][:, :, None] + offset
+    dst = gl.multiple_of(dst, 16)[:, None][:, :, None] + offset
+    ahead = gl.load(src, mask=mask, other=0)
+    code_ahead = gl.load(codes[:, None] + g, mask=copy, other=0)
+    words_of_codes = gl.convert_layout(codes, by_row).to(gl.pointer_type(gl.int32), bitcast=True)
+    top = largest_code(words_of_codes, gl.convert_layout(real, by_row), groups, lanes, by_code)
+    top = gl.convert_layout(top, line)
+    changed = gl.zeros((N, width, 8), gl.int32, layout)
+    for i in range(STEPS):
+        x = ahead
+        code = code_ahead.to(gl.int32)
+        step = gl.minimum(i + 1, STEPS - 1)  # the last step loads its own columns again
+        ahead = gl.load(src + step * (width * 8), mask=mask, other=0)
+        code_ahead = gl.load(codes[:, None] + (step * width + g), mask=copy, other=0)
+        shift = gl.zeros((N, width, 8), gl.int32, layout) + (top[:, None] - code)[:, :, None]
+        moved, some = rebase(x, shift)
+        gl.store(dst + i * (width * 8), moved, mask=mask)
+        changed += some
     # 2^(code - 127); code 0 is the subnormal 2^-127, code 255 is NaN
     scale = gl.where(top == 0, 1 << 22, gl.where(top == 255, 0x7FC00000, top << 23)).to(
         gl.float32, bitcast=True
     )
     pool = ctx.region(spec.offset.pool_x_scale, gl.float32)
-    gl.store(pool + target_row, scale, mask=gl.convert_layout(real, line))
-    return gl.sum(changed, 0)
+    gl.store(pool + target, scale, mask=gl.convert_layout(real, line))
+    return gl.sum(gl.sum(gl.sum(changed, 2), 1), 0)
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ pushed to its owners.
 from megamoe import plan
 from megamoe.kernel.activation import power_of_two_scale, swiglu
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier
+from megamoe.kernel.context import MATH_PARTITIONS
 from megamoe.kernel.signal import origin_of
 from megamoe.kernel.sync import every_thread, fence_async_proxy
 
@@ -102,22 +103,20 @@ def activate_weights_first(ctx, rings, acc, count, block, tile, valid, PART: gl.
         vector: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, warps], [0, 1])
         pool = ctx.region(spec.offset.pool_h, gl.bfloat16)
     else:
-        group: gl.constexpr = PART // 2
         mine = gl.max(gl.maximum(out, -out), 0)
-        half = (count & 1) * spec.math_partitions  # the neighbour may still read the other half
+        half = (count & 1) * MATH_PARTITIONS  # the neighbour may still read the other half
         rings.amax.index(half + PART).store(mine)
         cta_barrier()
-        mbarrier.arrive(rings.amax_full.index(group), count=1)
-        mbarrier.wait(rings.amax_full.index(group), count & 1)
-        other = rings.amax.index(half + (PART ^ 1)).load(gl.SliceLayout(0, layout))
+        mbarrier.arrive(rings.amax_full.index(0), count=1)
+        mbarrier.wait(rings.amax_full.index(0), count & 1)
+        other = rings.amax.index(half + 1 - PART).load(gl.SliceLayout(0, layout))
         scale, inverse = power_of_two_scale(gl.maximum(mine, other))
         stored = (out * inverse[None, :]).to(gl.float8e4nv)
         vector: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, warps], [0, 1])
         pool = ctx.region(spec.offset.pool_h, gl.float8e4nv)
-        if PART % 2 == 0:
-            row = tile * (spec.block_n // 2 // H_GROUP) + group
+        if PART == 0:
             scales = ctx.region(spec.offset.pool_h_scale, gl.float32)
-            gl.store(scales + row * spec.ring_rows + slot + tokens, scale, mask=tokens < valid)
+            gl.store(scales + tile * spec.ring_rows + slot + tokens, scale, mask=tokens < valid)
     stored = gl.convert_layout(stored, vector)
     column = (
         tile * (spec.block_n // 2)

@@ -1,6 +1,7 @@
 """The two loader warps: weights and tokens, stage by stage, through TMA into the ring of operands.
 
 They walk the same tasks and the same stages; a stage is full when the bytes of both have landed.
+MXFP4 codes land in the ring of the expanders, who fill the stage in the loader's place.
 """
 
 from megamoe.kernel.compat import gl, gluon, mbarrier, tma_load
@@ -10,20 +11,42 @@ from megamoe.kernel.trace import LOAD_TOKENS, LOAD_WEIGHTS, now, record
 
 
 @gluon.jit
-def free_stage(rings, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
+def free_stage(full, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
     """Wait until a stage has been read, and announce the bytes that come."""
     stage = step % STAGES
-    mbarrier.wait(rings.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(rings.full.index(stage), BYTES)
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BYTES)
     return stage
 
 
 @gluon.jit
-def load_weight_tile(desc, row, rings, step, STEPS: gl.constexpr, spec: gl.constexpr):
+def load_weight_tile(
+    desc,
+    factors,
+    expert,
+    tile,
+    rings,
+    step,
+    first,
+    last,
+    ROWS: gl.constexpr,
+    STEPS: gl.constexpr,
+    spec: gl.constexpr,
+):
+    """Stages `first` to `last` - 1 of a tile of a matrix with ROWS rows and STEPS stages an expert,
+    with their factors if the recipe has any.
+    """
     columns: gl.constexpr = desc.block_shape[1]
-    for k in range(STEPS):
-        stage = free_stage(rings, step, spec.stage_bytes_w, spec.stages)
-        tma_load(desc, [row, k * columns], rings.full.index(stage), rings.w.index(stage))
+    for k in range(first, last):
+        stage = free_stage(
+            rings.packed_full, rings.packed_empty, step, spec.packed_bytes, spec.packed_stages
+        )
+        full = rings.packed_full.index(stage)
+        row = tile * spec.block_n
+        tma_load(desc, [expert * ROWS + row, k * columns], full, rings.packed.index(stage))
+        if spec.factor_rows > 0:
+            factor = (expert * STEPS + k) * spec.factor_rows
+            tma_load(factors, [factor, row], full, rings.factors.index(stage))
         step += 1
     return step
 
@@ -44,7 +67,9 @@ def load_token_tile(
     """
     scale_bytes: gl.constexpr = SCALE_ROWS * spec.block_m * 4
     for k in range(STEPS):
-        stage = free_stage(rings, step, spec.stage_bytes_x + scale_bytes, spec.stages)
+        stage = free_stage(
+            rings.full, rings.empty, step, spec.stage_bytes_x + scale_bytes, spec.stages
+        )
         full = rings.full.index(stage)
         tma_load(desc, [row, k * spec.block_k], full, rings.x.index(stage))
         if SCALE_ROWS > 0:
@@ -60,22 +85,38 @@ def load_token_tile(
 
 @gluon.jit
 def load_weights_role(ctx, rings):
-    """One warp.  Weights depend on nobody: it runs ahead as far as the ring allows."""
+    """One warp.  Weights depend on nobody: it runs ahead as far as the ring allows.
+
+    At the start of the call the first rows come through the same memory, in a chain of dependent
+    accesses that a full ring of weights would delay: after one stage, they go first.
+    """
     spec: gl.constexpr = ctx.spec
+    arrived = ctx.block_counters(spec.offset.arrived)
     step = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
         begin = now(ctx)
+        k = 0
         if kind == LINEAR1:
-            row = expert * (2 * spec.padded_intermediate) + tile * spec.block_n
+            rows: gl.constexpr = 2 * spec.padded_intermediate
+            steps: gl.constexpr = spec.padded_hidden // spec.block_k
+            if i == 0:
+                k = 1
+                step = load_weight_tile(
+                    ctx.w1, ctx.w1_factor, expert, tile, rings, step, 0, k, rows, steps, spec
+                )
+                wait_gpu(
+                    arrived + block, spec.block_m, ctx.status(), PHASE_ROWS, block, spec.timeout_ns
+                )
             step = load_weight_tile(
-                ctx.w1, row, rings, step, spec.padded_hidden // spec.block_k, spec
+                ctx.w1, ctx.w1_factor, expert, tile, rings, step, k, steps, rows, steps, spec
             )
         else:
-            row = expert * spec.padded_hidden + tile * spec.block_n
+            rows2: gl.constexpr = spec.padded_hidden
+            steps2: gl.constexpr = spec.padded_intermediate // spec.block_k
             step = load_weight_tile(
-                ctx.w2, row, rings, step, spec.padded_intermediate // spec.block_k, spec
+                ctx.w2, ctx.w2_factor, expert, tile, rings, step, k, steps2, rows2, steps2, spec
             )
         record(ctx, LOAD_WEIGHTS, i, kind, block, tile, begin, begin, now(ctx))
         release_task(rings, i)

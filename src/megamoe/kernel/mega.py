@@ -1,8 +1,8 @@
 """The mega-kernel: one launch a forward.
 
     default partition      math 0
-    workers                math 1 .. n-1 | dispatch, then combine | load weights | load tokens |
-    schedule | signal
+    workers                math 1 | dispatch, then combine | expand (MXFP4) | load weights |
+    load tokens | schedule | signal
 
 `spec.phases` cuts the same roles into the launches of the unfused chain; "fused" runs them all.
 """
@@ -10,8 +10,9 @@
 from megamoe.kernel.activation import power_of_two_scale, swiglu
 from megamoe.kernel.combine import combine_role
 from megamoe.kernel.compat import cta_barrier, fence_async_shared, gl, gluon
-from megamoe.kernel.context import Context, allocate_rings
+from megamoe.kernel.context import MATH_PARTITIONS, Context, allocate_rings
 from megamoe.kernel.dispatch import CONTROL_EPOCH, dispatch_role
+from megamoe.kernel.expand import expand_role
 from megamoe.kernel.linear import H_GROUP, math_role
 from megamoe.kernel.load import load_tokens_role, load_weights_role
 from megamoe.kernel.schedule import block_owner, first_blocks, rows_of_experts, schedule_role
@@ -27,7 +28,7 @@ def communicate_role(ctx):
     if (spec.phases == "fused") | (spec.phases == "dispatch"):
         event = dispatch_role(ctx)
     if spec.phases == "fused":
-        combine_role(ctx, 0, spec.math_partitions + 1, COMMUNICATE, event)
+        combine_role(ctx, 0, MATH_PARTITIONS + 1, COMMUNICATE, event)
     if spec.phases == "combine":
         combine_role(ctx, 0, 1, COMMUNICATE, event)
 
@@ -46,10 +47,10 @@ def make_context(
     pool_h,
     pool_x_scale,
     pool_h_scale,
+    w1_factor,
+    w2_factor,
     w1_scale,
     w2_scale,
-    w1_offset,
-    w2_offset,
 ):
     """The call's number comes from the buffer, so that a captured launch can be replayed."""
     control = (buffer + spec.offset.control).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -72,10 +73,10 @@ def make_context(
         pool_h,
         pool_x_scale,
         pool_h_scale,
+        w1_factor,
+        w2_factor,
         w1_scale,
         w2_scale,
-        w1_offset,
-        w2_offset,
     )
 
 
@@ -92,10 +93,10 @@ def moe_kernel(
     pool_h,
     pool_x_scale,
     pool_h_scale,
+    w1_factor,
+    w2_factor,
     w1_scale,
     w2_scale,
-    w1_offset,
-    w2_offset,
     spec: gl.constexpr,
 ):
     """Arguments as in :class:`~megamoe.kernel.context.Context`."""
@@ -112,33 +113,19 @@ def moe_kernel(
         pool_h,
         pool_x_scale,
         pool_h_scale,
+        w1_factor,
+        w2_factor,
         w1_scale,
         w2_scale,
-        w1_offset,
-        w2_offset,
     )
     rings = allocate_rings(ctx)
     fence_async_shared()
     cta_barrier()
     math: gl.constexpr = spec.math_registers
     load: gl.constexpr = spec.load_registers
-    if spec.math_partitions == 4:
-        gl.warp_specialize(
-            [
-                (math_role, (ctx, rings, 0)),
-                (math_role, (ctx, rings, 1)),
-                (math_role, (ctx, rings, 2)),
-                (math_role, (ctx, rings, 3)),
-                (communicate_role, (ctx,)),
-                (load_weights_role, (ctx, rings)),
-                (load_tokens_role, (ctx, rings)),
-                (schedule_role, (ctx, rings)),
-                (signal_role, (ctx, rings)),
-            ],
-            [4, 4, 4, 4, 1, 1, 1, 1],
-            [math, math, math, spec.dispatch_registers, load, load, load, load],
-        )
-    else:
+    communicate: gl.constexpr = spec.dispatch_registers
+    expand: gl.constexpr = spec.expand_registers
+    if spec.expanders == 0:
         gl.warp_specialize(
             [
                 (math_role, (ctx, rings, 0)),
@@ -150,7 +137,38 @@ def moe_kernel(
                 (signal_role, (ctx, rings)),
             ],
             [4, 4, 1, 1, 1, 1],
-            [math, spec.dispatch_registers, load, load, load, load],
+            [math, communicate, load, load, load, load],
+        )
+    elif spec.expanders == 1:
+        gl.warp_specialize(
+            [
+                (math_role, (ctx, rings, 0)),
+                (math_role, (ctx, rings, 1)),
+                (communicate_role, (ctx,)),
+                (expand_role, (ctx, rings, 0)),
+                (load_weights_role, (ctx, rings)),
+                (load_tokens_role, (ctx, rings)),
+                (schedule_role, (ctx, rings)),
+                (signal_role, (ctx, rings)),
+            ],
+            [4, 4, 4, 1, 1, 1, 1],
+            [math, communicate, expand, load, load, load, load],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (math_role, (ctx, rings, 0)),
+                (math_role, (ctx, rings, 1)),
+                (communicate_role, (ctx,)),
+                (expand_role, (ctx, rings, 0)),
+                (expand_role, (ctx, rings, 1)),
+                (load_weights_role, (ctx, rings)),
+                (load_tokens_role, (ctx, rings)),
+                (schedule_role, (ctx, rings)),
+                (signal_role, (ctx, rings)),
+            ],
+            [4, 4, 4, 4, 1, 1, 1, 1],
+            [math, communicate, expand, expand, load, load, load, load],
         )
 
 
@@ -167,10 +185,10 @@ def communicate_kernel(
     pool_h,
     pool_x_scale,
     pool_h_scale,
+    w1_factor,
+    w2_factor,
     w1_scale,
     w2_scale,
-    w1_offset,
-    w2_offset,
     spec: gl.constexpr,
 ):
     """Chain only: dispatch, or combine, alone in a launch."""
@@ -187,10 +205,10 @@ def communicate_kernel(
         pool_h,
         pool_x_scale,
         pool_h_scale,
+        w1_factor,
+        w2_factor,
         w1_scale,
         w2_scale,
-        w1_offset,
-        w2_offset,
     )
     communicate_role(ctx)
 
@@ -208,10 +226,10 @@ def activation_kernel(
     pool_h,
     pool_x_scale,
     pool_h_scale,
+    w1_factor,
+    w2_factor,
     w1_scale,
     w2_scale,
-    w1_offset,
-    w2_offset,
     spec: gl.constexpr,
 ):
     """Chain only: SwiGLU and quantisation of the stored L1 accumulators, 16 pool rows by one scale
@@ -230,10 +248,10 @@ def activation_kernel(
         pool_h,
         pool_x_scale,
         pool_h_scale,
+        w1_factor,
+        w2_factor,
         w1_scale,
         w2_scale,
-        w1_offset,
-        w2_offset,
     )
     warps: gl.constexpr = gl.num_warps()
     experts: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])

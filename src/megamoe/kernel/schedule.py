@@ -5,10 +5,11 @@ Pool blocks are numbered expert by expert.  L1 runs `lag` blocks ahead of L2:
 
     L1(0) .. L1(lag-1)   then for each block s:  L1(lag+s), L2(s)   then L2 of the last lag blocks
 
-where L1(b) and L2(b) stand for all tiles of block b.  Program p takes tiles p, p + programs, ...
-Every tile depends only on tiles before it, so programs that walk their share in order cannot
-deadlock.  The schedule warp writes each tile as a task record into a small ring in shared memory;
-loaders and math read it from there.
+where L1(b) and L2(b) stand for all tiles of block b.  L1 tiles go to the programs in turn, and so
+do L2 tiles, so that each program has its part of both, which it merges in this order.  Every tile
+depends only on tiles before it, so programs that walk their share in order cannot deadlock.  The
+schedule warp writes each tile as a task record into a small ring in shared memory; loaders and math
+read it from there.
 """
 
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier
@@ -95,30 +96,20 @@ def block_owner(
 
 
 @gluon.jit
-def tile_at(t, blocks, spec: gl.constexpr):
-    """The t-th tile of the schedule over `blocks` blocks: (kind, block, tile within the block)."""
+def place_of_l1(tile, lag, spec: gl.constexpr):
+    """Where an L1 tile stands in the order of all tiles."""
     c1: gl.constexpr = spec.l1_tiles
     c2: gl.constexpr = spec.l2_tiles
-    lag = gl.minimum(blocks, spec.lag)
-    if spec.phases != "fused":
-        lag = blocks
-    head = lag * c1
-    middle = (blocks - lag) * (c1 + c2)
-    u = gl.maximum(t - head, 0)
-    within = u % (c1 + c2)
-    v = gl.maximum(t - head - middle, 0)
-    in_head = t < head
-    in_middle = (t >= head) & (t < head + middle)
-    is_l1 = in_head | (in_middle & (within < c1))
-    block = gl.where(
-        in_head,
-        t // c1,
-        gl.where(in_middle, u // (c1 + c2) + gl.where(within < c1, lag, 0), blocks - lag + v // c2),
-    )
-    tile = gl.where(
-        in_head, t % c1, gl.where(in_middle, gl.where(within < c1, within, within - c1), v % c2)
-    )
-    return gl.where(is_l1, LINEAR1, LINEAR2), block, tile
+    block = tile // c1
+    return tile + gl.maximum(block - lag, 0) * c2
+
+
+@gluon.jit
+def place_of_l2(tile, lag, blocks, spec: gl.constexpr):
+    """Where an L2 tile stands in the order of all tiles."""
+    c1: gl.constexpr = spec.l1_tiles
+    c2: gl.constexpr = spec.l2_tiles
+    return tile + gl.minimum(tile // c2 + 1 + lag, blocks) * c1
 
 
 @gluon.jit
@@ -130,19 +121,30 @@ def schedule_role(ctx, rings):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = rows_of_experts(ctx, layout)
     first, blocks = first_blocks(rows, spec.block_m)
-    start = 0
-    end = blocks * (spec.l1_tiles + spec.l2_tiles)
-    if spec.phases == "linear1":
-        end = blocks * spec.l1_tiles
-    if spec.phases == "linear2":
-        start = blocks * spec.l1_tiles
-    if (spec.phases == "dispatch") | (spec.phases == "combine"):
-        end = 0
+    programs = gl.num_programs(0)
+    l1_end = blocks * spec.l1_tiles
+    l2_end = blocks * spec.l2_tiles
+    if (spec.phases != "fused") & (spec.phases != "linear1"):
+        l1_end = 0
+    if (spec.phases != "fused") & (spec.phases != "linear2"):
+        l2_end = 0
+    lag = gl.minimum(blocks, spec.lag)
+    l1 = gl.program_id(0)
+    # the programs after the last with an L1 tile have the first L2 tiles: none has one more of both
+    l2 = (gl.program_id(0) + programs - l1_end % programs) % programs
     i = 0
-    for t in range(start + gl.program_id(0), end, gl.num_programs(0)):
-        kind, block, tile = tile_at(t, blocks, spec)
+    while (l1 < l1_end) | (l2 < l2_end):
+        is_l1 = (l1 < l1_end) & (
+            (l2 >= l2_end) | (place_of_l1(l1, lag, spec) < place_of_l2(l2, lag, blocks, spec))
+        )
+        t = gl.where(is_l1, l1, l2)
+        tiles = gl.where(is_l1, spec.l1_tiles, spec.l2_tiles)
+        kind = gl.where(is_l1, LINEAR1, LINEAR2)
+        block = t // tiles
         expert, valid = block_owner(block, rows, first, spec.block_m, layout, spec.expert_lanes)
-        put_task(rings, i, kind, block, tile, expert, valid)
+        put_task(rings, i, kind, block, t % tiles, expert, valid)
+        l1 += gl.where(is_l1, programs, 0)
+        l2 += gl.where(is_l1, 0, programs)
         i += 1
     put_task(rings, i, DONE, 0, 0, 0, 0)
 
@@ -163,6 +165,7 @@ def put_task(rings, i, kind, block, tile, expert, valid):
         ),
     )
     rings.tasks.index(slot).store(record)
+    cta_barrier()
     mbarrier.arrive(rings.task_full.index(slot), count=1)
 
 

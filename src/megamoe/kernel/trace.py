@@ -5,11 +5,12 @@ compiled to do so.
 from megamoe import plan
 from megamoe.kernel.compat import gl, gluon
 
-# index of a role's events, in the order of plan.ROLES; math partitions are 0 to 3
-COMMUNICATE = gl.constexpr(4)
-LOAD_WEIGHTS = gl.constexpr(5)
-LOAD_TOKENS = gl.constexpr(6)
-SIGNAL = gl.constexpr(7)
+# index of a role's events, in the order of plan.ROLES; math partitions are 0 and 1
+COMMUNICATE = gl.constexpr(2)
+LOAD_WEIGHTS = gl.constexpr(3)
+LOAD_TOKENS = gl.constexpr(4)
+SIGNAL = gl.constexpr(5)
+EXPAND = gl.constexpr(6)  # and 7
 ROLE_COUNT = gl.constexpr(len(plan.ROLES))
 TRACE_WORDS = gl.constexpr(plan.TRACE_WORDS)
 
@@ -43,7 +44,7 @@ def record(ctx, ROLE: gl.constexpr, i, kind, block, tile, begin, middle, end):
         row = (gl.program_id(0) * ROLE_COUNT + ROLE) * events + gl.minimum(i, events - 1)
         where = ctx.region(ctx.spec.offset.trace, gl.int64) + row.to(gl.int64) * TRACE_WORDS
         tag = (begin * 0 + kind) * (1 << 48) + (begin * 0 + block) * (1 << 16) + tile
-        gl.store(where, tag)
-        gl.store(where + 1, begin)
-        gl.store(where + 2, middle)
-        gl.store(where + 3, end)
+        one: gl.constexpr = gl.BlockedLayout([TRACE_WORDS], [32], [gl.num_warps()], [0])
+        word = gl.arange(0, TRACE_WORDS, layout=one)  # of one thread: two wide stores
+        times = gl.where(word == 1, begin, gl.where(word == 2, middle, end))
+        gl.store(where + word, gl.where(word == 0, tag, times))

@@ -1,0 +1,478 @@
+"""What test_mutations.py breaks in the kernel, a thing at a time, and how it must come to light."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """edits: (old text, new text); each old one occurs once in the kernel, in any layout."""
+
+    name: str
+    edits: tuple[tuple[str, str], ...]
+    caught_as: str  # names, separated by blanks or " or "
+    scene: str = "calls"
+
+
+def broken(name: str, old: str, new: str, caught_as: str, scene: str = "calls") -> Mutation:
+    return Mutation(name, ((old, new),), caught_as, scene)
+
+
+# --- waits that are missing or too short -------------------------------------------------------
+
+# of the tokens' loader, and of the weights' after its first stage
+ROWS_WAIT = "seen = wait_gpu(arrived + block, spec.block_m,"
+GATE_WAIT = "spec)\n                wait_gpu(arrived + block, spec.block_m,"
+
+WAITS = [
+    broken("L1 does not wait for rows", ROWS_WAIT, ROWS_WAIT.replace("spec.block_m", "0"),
+           "UnwrittenRead or DataRace"),
+    broken("L1 waits for a row less", ROWS_WAIT,
+           ROWS_WAIT.replace("spec.block_m", "spec.block_m - 1"),
+           "UnwrittenRead or DataRace", "crowded"),
+    broken("weights wait for more rows than a block has", GATE_WAIT,
+           GATE_WAIT.replace("spec.block_m", "spec.block_m + 1"), "Deadlock"),
+    broken(
+        "L2 does not wait for L1", "wait_gpu(l1_done + block, spec.l1_tiles,",
+        "wait_gpu(l1_done + block, 0,", "UnwrittenRead or DataRace",
+    ),
+    broken(
+        "L2 waits for an L1 tile less", "wait_gpu(l1_done + block, spec.l1_tiles,",
+        "wait_gpu(l1_done + block, spec.l1_tiles - 1,", "UnwrittenRead or DataRace",
+    ),
+    broken(
+        "counts of the call before", "source * 0 + ctx.epoch, ctx.status()",
+        "source * 0 + ctx.epoch - 1, ctx.status()", "DataRace",
+    ),
+    Mutation(
+        "counts are not waited for",
+        (("source * 0 + ctx.epoch, ctx.status()", "source * 0, ctx.status()"),
+         ("return gl.min(((seen.to(gl.int64) - ctx.epoch).to(gl.int32) >= 0).to(gl.int32), 0)",
+          "return 1")),
+        "DataRace",
+    ),
+    broken("ring slot is not waited for", "if blocks > spec.ring_blocks:", "if blocks < 0:",
+           "DataRace", "ring"),
+    broken(
+        "ring slot is taken a tile early", "gl.where(block >= spec.ring_blocks, spec.l2_tiles, 0)",
+        "gl.where(block >= spec.ring_blocks, spec.l2_tiles - 1, 0)", "DataRace", "ring",
+    ),
+    broken("combine does not wait", "wait_sys(arrivals + token, active,",
+           "wait_sys(arrivals + token, active * 0,", "UnwrittenRead or DataRace"),
+    broken("combine waits for one partial", "wait_sys(arrivals + token, active,",
+           "wait_sys(arrivals + token, gl.minimum(active, 1),", "UnwrittenRead or DataRace"),
+    broken("signal does not wait for the math", "mbarrier.wait(rings.tile_done.index(", "max((",
+           "DataRace"),
+]  # fmt: skip
+
+# --- order, scope, barriers and fences of signals ----------------------------------------------
+
+POLL = "ld.acquire.SCOPE.global.b32 v, [$1];"
+POLL_SYS = 'POLL_SYS = gl.constexpr(_POLL.replace("SCOPE", "sys"))'
+TILE = 'gl.atomic_add(flag, 1, sem="release", scope="gpu")'
+ROWS = 'gl.atomic_add(flags, amounts, mask=mask, sem="release", scope="gpu")'
+LAST = 'gl.atomic_add(flag, 1, sem="acq_rel", scope=SCOPE) == last'
+PEERS = 'gl.atomic_add(flags, mask.to(gl.int32), mask=mask, sem="release", scope="sys")'
+FLAGS = 'gl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")'
+L2_LAST = "arrive_last(l2_done + block, spec.l2_tiles - 1, scope)"
+L2_UNORDERED = 'gl.atomic_add(l2_done + block, 1, sem="{}", scope="sys") == spec.l2_tiles - 1'
+FENCE = "fence_async_proxy(every_thread())"
+STORE_H = "gl.store(target, stored, mask=(token < valid)[None, :])"
+STORE_COUNTS = (
+    "gl.store(theirs + row * spec.experts_per_rank + expert % spec.experts_per_rank, "
+    "count, mask=exists)"
+)
+RAISE_FLAGS = "set_peers(flags, r * 0 + ctx.epoch, r < spec.ranks)"
+
+
+def weaker(name: str, text: str, old: str, new: str, caught_as: str, scene: str = "calls"):
+    return broken(name, text, text.replace(old, new), caught_as, scene)
+
+
+SIGNALS = [
+    weaker("polls without acquire", POLL, "acquire", "relaxed", "DataRace"),
+    weaker("polls peers at gpu scope", POLL_SYS, '"sys"', '"gpu"', "DataRace"),
+    weaker("L1 tile signalled without release", TILE, "release", "relaxed", "DataRace"),
+    weaker("rows signalled without release", ROWS, "release", "relaxed", "DataRace"),
+    weaker("flags raised without release", FLAGS, "release", "relaxed", "DataRace"),
+    weaker("flags raised at gpu scope", FLAGS, "sys", "gpu", "DataRace"),
+    weaker("partials signalled without release", PEERS, "release", "relaxed", "DataRace"),
+    weaker("partials signalled at gpu scope", PEERS, "sys", "gpu", "DataRace"),
+    weaker("last arrival without acquire", LAST, "acq_rel", "release", "DataRace"),
+    weaker("arrivals without release", LAST, "acq_rel", "acquire", "DataRace"),
+    broken("last L2 tile without acquire", L2_LAST, L2_UNORDERED.format("release"),
+           "DataRace", "prefill"),
+    broken("L2 tiles without release", L2_LAST, L2_UNORDERED.format("acquire"),
+           "DataRace", "prefill"),
+    Mutation(
+        "flags raised before the counts are stored",
+        ((STORE_COUNTS, "pass"), (RAISE_FLAGS, f"{RAISE_FLAGS}\n    {STORE_COUNTS}")), "DataRace",
+    ),
+    broken("last arrival before all warps stored", "cta_barrier() return gl.atomic_add(flag, ",
+           "return gl.atomic_add(flag, ", "DataRace"),
+    broken("no fence after rows are stored", f"{FENCE} cta_barrier() {ROWS}",
+           f"cta_barrier()\n    {ROWS}", "ProxyFault"),
+    broken("no fence before an L1 tile is signalled", f"{FENCE} cta_barrier() {TILE}",
+           f"cta_barrier()\n    {TILE}", "ProxyFault"),
+    broken("no fence before rows are loaded",
+           "PHASE_ROWS, block, spec.timeout_ns) fence_async_proxy(seen)",
+           "PHASE_ROWS, block, spec.timeout_ns)", "ProxyFault"),
+    broken("no fence before L1's output is loaded",
+           "PHASE_L1, block, spec.timeout_ns) fence_async_proxy(seen)",
+           "PHASE_L1, block, spec.timeout_ns)", "ProxyFault"),
+]  # fmt: skip
+
+# --- mbarriers: counts, bytes, phases ----------------------------------------------------------
+
+EXPECT = "mbarrier.expect(full.index(stage), BYTES"
+TASK_EMPTY = "task_empty.index(i), count=MATH_PARTITIONS + spec.expanders + 3"
+TASK_WAIT = "mbarrier.wait(rings.task_empty.index(slot), ((i // TASK_SLOTS) & 1) ^ 1)"
+TASK_READ = "mbarrier.wait(rings.task_full.index(slot), (i // TASK_SLOTS) & 1)"
+EMPTY_COUNT = "mbarrier.init(empty.index(i), count=MATH_PARTITIONS"
+AMAX_COUNT = "amax_full.index(0), count=MATH_PARTITIONS"
+
+MBARRIERS = [
+    broken("full: one arrival", "mbarrier.init(full.index(i), count=2)",
+           "mbarrier.init(full.index(i), count=1)",
+           "UnwrittenRead or SharedMemoryRace or BarrierFault"),
+    broken("full: three arrivals", "mbarrier.init(full.index(i), count=2)",
+           "mbarrier.init(full.index(i), count=3)", "Deadlock"),
+    broken("empty: a partition less", EMPTY_COUNT, f"{EMPTY_COUNT} - 1",
+           "SharedMemoryRace or BarrierFault or Deadlock"),
+    broken("empty: a partition more", EMPTY_COUNT, f"{EMPTY_COUNT} + 1", "Deadlock"),
+    broken("task_empty: a reader less", TASK_EMPTY, TASK_EMPTY.replace("3", "2"),
+           "SharedMemoryRace or BarrierFault"),
+    broken("task_empty: a reader more", TASK_EMPTY, TASK_EMPTY.replace("3", "4"), "Deadlock"),
+    broken("task_full: two arrivals", "task_full.index(i), count=1",
+           "task_full.index(i), count=2", "Deadlock"),
+    broken("tile_done: a partition less", "tile_done.index(i), count=MATH_PARTITIONS",
+           "tile_done.index(i), count=MATH_PARTITIONS - 1",
+           "DataRace or BarrierFault or Deadlock"),
+    broken("tile_done: a partition more", "tile_done.index(i), count=MATH_PARTITIONS",
+           "tile_done.index(i), count=MATH_PARTITIONS + 1", "Deadlock"),
+    broken("amax_full: one arrival", AMAX_COUNT, f"{AMAX_COUNT} - 1",
+           "SharedMemoryRace or UnwrittenRead"),
+    broken("amax_full: three arrivals", AMAX_COUNT, f"{AMAX_COUNT} + 1", "Deadlock"),
+    broken("fewer bytes expected", EXPECT, f"{EXPECT} - 16", "BarrierFault or SharedMemoryRace"),
+    broken("more bytes expected", EXPECT, f"{EXPECT} + 16", "Deadlock"),
+    broken("bytes of the scales not expected", "spec.stage_bytes_x + scale_bytes, spec.stages",
+           "spec.stage_bytes_x, spec.stages", "BarrierFault"),
+    broken("stage read a phase early", "(step // STAGES) & 1) return stage",
+           "((step // STAGES) & 1) ^ 1)\n    return stage", "UnwrittenRead or SharedMemoryRace"),
+    broken("stage filled a phase late", "((step // STAGES) & 1) ^ 1)", "(step // STAGES) & 1)",
+           "Deadlock"),
+    broken("task read a phase early", TASK_READ, TASK_READ.replace(" & 1", " & 1 ^ 1"),
+           "UnwrittenRead or SharedMemoryRace"),
+    broken("task announced before it is written",
+           "rings.tasks.index(slot).store(record) cta_barrier() "
+           "mbarrier.arrive(rings.task_full.index(slot), count=1)",
+           "mbarrier.arrive(rings.task_full.index(slot), count=1)\n"
+           "    rings.tasks.index(slot).store(record)", "UnwrittenRead or SharedMemoryRace"),
+    broken("task slot written again at once", TASK_WAIT, "slot = slot + 0",
+           "SharedMemoryRace or Deadlock or BarrierFault", "ring"),
+    broken("tile_done waited for in one phase",
+           "rings.tile_done.index(i % TASK_SLOTS), (i // TASK_SLOTS) & 1",
+           "rings.tile_done.index(i % TASK_SLOTS), 0", "DataRace or Deadlock", "ring"),
+]  # fmt: skip
+
+# --- rings in shared memory, and of the pool, handed back too soon -----------------------------
+
+RELEASE = """if g + PAIR == GROUPS:
+                mbarrier.arrive(rings.empty.index(stage), count=1)"""
+PRODUCTS = """if PAIR == 2:
+                part, second = warpgroup_mma_wait(0, deps=[part, second])
+            else:
+                part = warpgroup_mma_wait(0, deps=[part])"""
+ORIGINS = """origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + row,
+            mask=real, other=0, cache_modifier=".cg")"""
+SOURCES = "source, entry, real = origin_of(spec, origin, real)"
+
+RINGS = [
+    broken("fp8: stage released before WGMMA has read it", f"{PRODUCTS} {RELEASE}",
+           f"{RELEASE}\n            {PRODUCTS}", "SharedMemoryRace", "fp8 long"),
+    broken("fp8: stage released after its first groups", "if g + PAIR == GROUPS:", "if g == 0:",
+           "SharedMemoryRace or BarrierFault", "fp8 long"),
+    broken("fp8: only the first of a pair is waited for",
+           "part, second = warpgroup_mma_wait(0, deps=[part, second])",
+           "part, second = warpgroup_mma_wait(1, deps=[part, second])",
+           "AsyncFault or SharedMemoryRace"),
+    broken("fp8: second of a pair is the first", "second = begin_group(a, b, g + 1,",
+           "second = begin_group(a, b, g,", "wrong bits"),
+    broken("fp8: second of a pair takes the scales of the first",
+           "second_scale = group_scales(spec, rings, stage, g + 1,",
+           "second_scale = group_scales(spec, rings, stage, g,", "wrong bits"),
+    broken("bf16: stage released while WGMMA reads it", "warpgroup_mma_wait(1, deps=[acc])",
+           "warpgroup_mma_wait(2, deps=[acc])", "SharedMemoryRace", "bf16"),
+    broken("maxima not alternated", "half = (count & 1) * MATH_PARTITIONS", "half = 0",
+           "SharedMemoryRace"),
+    broken("maxima read without waiting", "mbarrier.wait(rings.amax_full.index(0), count & 1)",
+           "half + 0", "SharedMemoryRace or UnwrittenRead"),
+    broken("origins read after the slot is handed back", f"{ORIGINS} {SOURCES} if {L2_LAST}:",
+           f"if {L2_LAST}:\n        {ORIGINS}\n        {SOURCES}", "DataRace", "ring"),
+]  # fmt: skip
+
+# --- the expanders of MXFP4, and the loader that feeds them -------------------------------------
+
+CODES, STAGE = "s % spec.packed_stages", "s % spec.stages"
+CODES_WAIT = f"mbarrier.wait(rings.packed_full.index({CODES}), (s // spec.packed_stages) & 1)"
+FREE_WAIT = f"mbarrier.wait(rings.empty.index({STAGE}), ((s // spec.stages) & 1) ^ 1)"
+FULL = f"mbarrier.arrive(rings.full.index({STAGE}), count=1)"
+FREED = f"mbarrier.arrive(rings.packed_empty.index({CODES}), count=1)"
+EXPAND = f"expand_block(rings, {CODES}, {STAGE}, block, spec)"
+OFFSETS, SHIFT = "plain.index(source * BLOCKS + BLOCK)", "shift = (16 * gl.arange"
+# of expanders, and of the math where factors are scales (fp8_block)
+FACTORS_LOAD = "(expert * STEPS + k) * spec.factor_rows"
+FACTORS_ROW = "tma_load(factors, [factor, row],"
+FENCED = "fence_async_shared() cta_barrier() for t in"
+LOAD_REST = "ctx.w1, ctx.w1_factor, expert, tile, rings, step, {}, steps, rows"
+NARROW, WIDE = "mxfp4", "mxfp4 wide"  # two expanders, a stage in turn; one, two stages in turn
+
+
+def expander(name: str, old: str, new: str, caught_as: str) -> list[Mutation]:
+    return [broken(f"{name}, {s}", old, new, caught_as, s) for s in (NARROW, WIDE)]
+
+
+def too_soon(name: str, arrival: str, caught_as: str) -> list[Mutation]:
+    """The arrival made before the stage is expanded."""
+    early = f"{FREE_WAIT}\n            {arrival}\n            for block in"
+    edits = ((arrival, "s + 0"), (f"{FREE_WAIT} for block in", early))
+    return [Mutation(f"{name}, {s}", edits, caught_as, s) for s in (NARROW, WIDE)]
+
+
+EXPANDERS = [
+    *expander("expanded without a fence", FENCED, "cta_barrier()\n        for t in", "ProxyFault"),
+    *expander("codes are not waited for", CODES_WAIT, "s + 0", "UnwrittenRead or SharedMemoryRace"),
+    *expander("codes read a phase early", CODES_WAIT, CODES_WAIT.replace(") & 1", ") & 1 ^ 1"),
+              "UnwrittenRead or SharedMemoryRace"),
+    *expander("operands written over", FREE_WAIT, "s + 0", "SharedMemoryRace or BarrierFault"),
+    *expander("stage expanded a phase late", FREE_WAIT, FREE_WAIT.replace(" ^ 1", ""), "Deadlock"),
+    *too_soon("codes given back before they are read", FREED, "SharedMemoryRace"),
+    *too_soon("stage full before it is expanded", FULL, "SharedMemoryRace or UnwrittenRead"),
+    *expander("codes not given back", FREED, "s + 0", "Deadlock"),
+    *expander("stage not filled", FULL, "s + 0", "Deadlock"),
+    *expander("into the next stage", EXPAND, EXPAND.replace(STAGE, "(s + 1) % spec.stages"),
+              "SharedMemoryRace or UnwrittenRead"),
+    *expander("from the next stage", EXPAND, EXPAND.replace(CODES, "(s + 1) % spec.packed_stages"),
+              "SharedMemoryRace or UnwrittenRead"),
+    broken("offsets of the stage's first block", OFFSETS, OFFSETS.replace(" + BLOCK", ""),
+           "wrong bits", NARROW),
+    *expander("offsets of another stage", OFFSETS,
+              OFFSETS.replace("source", "(source + 1) % STAGES"),
+              "SharedMemoryRace or UnwrittenRead"),
+    *expander("offsets of the tile's first block loaded", FACTORS_LOAD,
+              FACTORS_LOAD.replace(" + k", ""), "wrong bits"),
+    *expander("offsets of the first expert loaded", FACTORS_LOAD,
+              FACTORS_LOAD.replace("expert", "0"), "wrong bits"),
+    *expander("offsets of the first tile loaded", FACTORS_ROW, FACTORS_ROW.replace("row", "0"),
+              "wrong bits"),
+    *expander("offset of the low block for the high one", "(offsets >> (shift + 8)) & 0xFF",
+              "(offsets >> shift) & 0xFF", "wrong bits"),
+    *expander("offsets of the first half for both", SHIFT, SHIFT.replace("16", "0"), "wrong bits"),
+    broken("codes of the stage's first block", "codes.slice(64 * BLOCK, 64, 1)",
+           "codes.slice(0, 64, 1)", "wrong bits", NARROW),
+    broken("all into the stage's first block", "w.slice(128 * BLOCK, 128, 1)", "w.slice(0, 128, 1)",
+           "UnwrittenRead", NARROW),
+    broken("both expanders take the same stages", "range(WHICH * TURN, STEPS,", "range(0, STEPS,",
+           "SharedMemoryRace or BarrierFault", NARROW),
+    *expander("stages of a tile forgotten", "count=1) return step + STEPS",
+              "count=1)\n    return step",
+              "SharedMemoryRace or BarrierFault or Deadlock or wrong bits"),
+    broken("packed_full: two arrivals", "packed_full.index(i), count=1",
+           "packed_full.index(i), count=2", "Deadlock", NARROW),
+    broken("packed_empty: two arrivals", "packed_empty.index(i), count=1",
+           "packed_empty.index(i), count=2", "Deadlock", NARROW),
+    broken("bytes of the offsets not expected", "spec.packed_bytes, spec.packed_stages",
+           "spec.stage_bytes_w, spec.packed_stages", "BarrierFault or SharedMemoryRace", NARROW),
+    broken("task_empty: the expanders do not count", TASK_EMPTY,
+           TASK_EMPTY.replace("spec.expanders", "0"), "SharedMemoryRace or BarrierFault", NARROW),
+    broken("task_empty: an expander more", TASK_EMPTY,
+           TASK_EMPTY.replace("expanders", "expanders + 1"), "Deadlock", NARROW),
+    broken("first stage loaded twice", LOAD_REST.format("k"), LOAD_REST.format("0"),
+           "Deadlock or wrong bits or BarrierFault"),
+    broken("first stage not loaded", "step, 0, k, rows", "step, k, k, rows", "Deadlock"),
+]  # fmt: skip
+
+# --- weight scales of fp8_block, which come with their stage ------------------------------------
+
+HALVES = "plain.index(block * MATH_PARTITIONS + PART)"
+UPPER = "fours.index(block * FOURS + UP // 4)"
+SCALES_OF = "block = stage * ROWS_OF_STAGE + BLOCK"
+BLOCKS = ("fp8_block", "fp8_block wide")  # weights first in pairs of products; tokens first
+
+
+def scales(name: str, old: str, new: str, caught_as: str = "wrong bits") -> list[Mutation]:
+    return [broken(f"{name}, {s}", old, new, caught_as, s) for s in BLOCKS]
+
+
+SCALES = [
+    *scales("scales of the first expert loaded", FACTORS_LOAD, FACTORS_LOAD.replace("expert", "0")),
+    *scales("scales of the tile's first block loaded", FACTORS_LOAD,
+            FACTORS_LOAD.replace(" + k", "")),
+    *scales("scales of the first tile loaded", FACTORS_ROW, FACTORS_ROW.replace("row", "0")),
+    *scales("scales of the next stage", SCALES_OF,
+            SCALES_OF.replace("stage", "((stage + 1) % spec.stages)"),
+            "SharedMemoryRace or UnwrittenRead"),
+    broken("scales of the stage's first block", SCALES_OF, SCALES_OF.replace(" + BLOCK", ""),
+           "wrong bits", BLOCKS[0]),
+    broken("gate's scale for up", UPPER, UPPER.replace(" + UP // 4", ""), "wrong bits", BLOCKS[1]),
+]  # fmt: skip
+
+# --- the order of tiles -------------------------------------------------------------------------
+
+L2_BEGIN = "l2 = (gl.program_id(0) + programs - l1_end % programs) % programs"
+EARLIER = "place_of_l1(l1, lag, spec) < place_of_l2(l2, lag, blocks, spec)"
+
+ORDER = [
+    broken("L2 before L1", EARLIER, EARLIER.replace("<", ">"), "Deadlock"),
+    broken("L2 tiles are lost", L2_BEGIN, L2_BEGIN.replace(") % programs", ")"), "Deadlock"),
+    broken("L2 tiles are nobody's or two programs'", L2_BEGIN,
+           "l2 = gl.maximum(gl.program_id(0) - l1_end % programs, 0)", "wrong shares", "walk"),
+    broken("L2 begins at the first program", L2_BEGIN, "l2 = gl.program_id(0)",
+           "wrong shares", "walk"),
+    broken("L2 begins a program late", L2_BEGIN, L2_BEGIN.replace("+ programs", "+ programs + 1"),
+           "wrong shares", "walk"),
+    broken("L2 begins after the L1 tiles the wrong way round", L2_BEGIN,
+           L2_BEGIN.replace("programs - l1_end % programs", "l1_end % programs"),
+           "wrong shares", "walk"),
+    broken("L2 trails by a block less", "gl.minimum(tile // c2 + 1 + lag, blocks) * c1",
+           "gl.minimum(tile // c2 + lag, blocks) * c1", "wrong shares", "walk"),
+]  # fmt: skip
+
+# --- e4m3 moved to another scale, against rational arithmetic ----------------------------------
+
+
+def rebase(name: str, old: str, new: str, caught_as: str = "") -> Mutation:
+    caught_as = caught_as or "wrong codes or wrong counts"
+    return broken(f"rebase: {name}", old, new, caught_as, "rebase")
+
+
+SIXTEENTH = "sixteenth, 0x2c002c00"
+LOW, HIGH = "and.b32 a, a, 0x04000400", "and.b32 b, b, 0x08000800"
+UP = "(gl.minimum(s, 19) + 11) << 10"
+REBASE = [
+    rebase("low half compared at 1 / 8", SIXTEENTH, "sixteenth, 0x2c003000"),
+    rebase("high half compared at 1 / 8", SIXTEENTH, "sixteenth, 0x30002c00"),
+    rebase("high codes taken a byte low", "shr.u32 t, $2, 16", "shr.u32 t, $2, 8"),
+    rebase("high codes put a byte low", "shl.b32 t, t, 16", "shl.b32 t, t, 8"),
+    rebase("first byte not counted", LOW, LOW.replace("0x04000400", "0x04000000")),
+    rebase("second byte not counted", LOW, LOW.replace("0x04000400", "0x00000400")),
+    rebase("third byte not counted", HIGH, HIGH.replace("0x08000800", "0x08000000")),
+    rebase("fourth byte not counted", HIGH, HIGH.replace("0x08000800", "0x00000800")),
+    rebase("bytes counted twice", LOW, LOW.replace("0x04000400", "0x0c000400")),
+    rebase("bytes counted as others", HIGH, HIGH.replace("0x08000800", "0x04000400")),
+    rebase("exponent of 2^-s", "(15 - s) << 10", "(14 - s) << 10"),
+    rebase("place of the exponent of 2^-s", "(15 - s) << 10", "(15 - s) << 11"),
+    rebase("2^-15 as a normal number", "gl.where(s < 15,", "gl.where(s < 16,"),
+    rebase("2^-s below 2^-14", "(1 << 24) >> s", "(1 << 23) >> s"),
+    rebase("2^-s for one of two", "down | (down << 16)", "down"),
+    rebase("exponent of 2^(s - 4)", UP, UP.replace("11", "12")),
+    rebase("place of the exponent of 2^(s - 4)", UP, UP.replace("<< 10", "<< 9")),
+    rebase("2^(s - 4) infinite", UP, UP.replace("19", "20")),
+    rebase("2^(s - 4) too small", UP, UP.replace("19", "16")),
+    rebase("2^(s - 4) for one of two", "up | (up << 16)", "up"),
+    rebase("shifts without an end", "s = gl.minimum(shift, 31)", "s = shift", "Overflow"),
+]  # fmt: skip
+
+# --- counters from call to call ----------------------------------------------------------------
+
+
+def not_cleared(region: str, offset: str, count: str, caught_as: str) -> Mutation:
+    line = f"clear(ctx.region(spec.offset.{region}, gl.int32) + {offset}, {count}, layout)"
+    return broken(f"{region} not cleared", line, "pass", caught_as)
+
+
+COUNTERS = [
+    not_cleared("send_counts", "other * spec.experts", "spec.experts", "DataRace or Deadlock"),
+    not_cleared("arrived", "blocks", "used_blocks", "DataRace or UnwrittenRead"),
+    not_cleared("l1_done", "blocks", "used_blocks", "DataRace or UnwrittenRead"),
+    not_cleared("l2_done", "blocks", "used_blocks", "Deadlock or DataRace"),
+    not_cleared("token_arrivals", "tokens", "used_tokens", "DataRace or UnwrittenRead"),
+    broken("used blocks not recorded",
+           "gl.store(control + CONTROL_USED_BLOCKS + ctx.counter_set, blocks)", "pass",
+           "DataRace or UnwrittenRead"),
+    broken("used tokens not recorded",
+           "gl.store(control + CONTROL_USED_TOKENS + ctx.counter_set, ctx.tokens)", "pass",
+           "DataRace or UnwrittenRead"),
+    broken("arrivals of programs not cleared", "gl.store(control + CONTROL_COUNTED, 0)", "pass",
+           "Deadlock"),
+    broken("call not counted", "gl.store(control + CONTROL_EPOCH, ctx.epoch)", "pass",
+           "DataRace or Deadlock"),
+    broken("one set of counters", "rank, tokens, epoch, epoch & 1,", "rank, tokens, epoch, 0,",
+           "DataRace or Deadlock or UnwrittenRead"),
+    broken("padding rows not counted", "signal_rows(arrived + block, 1 + padding, real)",
+           "signal_rows(arrived + block, 1, real)", "Deadlock"),
+]  # fmt: skip
+
+MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *EXPANDERS, *SCALES, *ORDER, *REBASE, *COUNTERS]
+
+# (mutation, why nothing comes to light)
+NOT_CAUGHT = [
+    (
+        broken("rows signalled before all warps stored",
+               "cta_barrier() gl.atomic_add(flags, amounts", "gl.atomic_add(flags, amounts",
+               ""),
+        "a tensor of flags is taken to be signalled by the threads that stored what it announces",
+    ),
+    (
+        broken("tile done before all warps stored",
+               "cta_barrier() mbarrier.arrive(rings.tile_done",
+               "mbarrier.arrive(rings.tile_done", ""),
+        "an arrival at an mbarrier is taken for that of the whole partition",
+    ),
+    (
+        broken("task announced before all lanes wrote it",
+               "cta_barrier() mbarrier.arrive(rings.task_full", "mbarrier.arrive(rings.task_full",
+               ""),
+        "an arrival at an mbarrier is taken for that of the whole partition",
+    ),
+    (
+        broken("stage full before all warps expanded it", FENCED,
+               "fence_async_shared()\n        for t in", "", NARROW),
+        "an arrival at an mbarrier is taken for that of the whole partition",
+    ),
+    (
+        broken("weights do not let the first rows pass", GATE_WAIT,
+               GATE_WAIT.replace("spec.block_m", "0"), ""),
+        "weights depend on nobody: the wait is for speed alone",
+    ),
+    (
+        broken("scales of the other partition's rows", HALVES, HALVES.replace("PART)", "1 - PART)"),
+               "", BLOCKS[0]),
+        "both halves of a tile lie in the same 128 x 128 blocks, gate and up alike",
+    ),
+    (
+        rebase("2^(s - 4) just large enough", UP, UP.replace("19", "17")),
+        "from 2^-18 on every value changes, whatever it is compared with",
+    ),
+    (
+        broken("L1 of the first blocks far ahead", "gl.maximum(block - lag, 0) * c2",
+               "(block - lag) * c2", "", "walk"),
+        "nothing of L2 comes before them, wherever they stand",
+    ),
+    (
+        broken("L2 of the last blocks far behind", "gl.minimum(tile // c2 + 1 + lag, blocks) * c1",
+               "(tile // c2 + 1 + lag) * c1", "", "walk"),
+        "they come after the last L1 tile and among themselves in turn, wherever they stand",
+    ),
+    (
+        broken("lag of a longer call", "lag = gl.minimum(blocks, spec.lag)", "lag = spec.lag", "",
+               "walk"),
+        "the order is the same with any lag of at least the call's blocks",
+    ),
+    (
+        broken("counts read before all lanes acquired",
+               "cta_barrier() return gl.min(((seen", "return gl.min(((seen", ""),
+        "a partition is one task: what one of its threads has acquired, all have",
+    ),
+    (
+        broken("no fence by the math after L1's output is stored",
+               f"{STORE_H} # L2's loaders read this through TMA {FENCE}", STORE_H, ""),
+        "the fence of the signal warp, which has seen these stores, covers them",
+    ),
+    (
+        weaker("arrivals at gpu scope", LAST, "scope=SCOPE", 'scope="gpu"', ""),
+        "the arriving programs are on one GPU, and what the last one signals to peers is at "
+        "system scope and covers what it has seen",
+    ),
+]  # fmt: skip
