@@ -15,8 +15,8 @@ from helpers import Call
 
 from megamoe.config import MoEConfig
 from megamoe.kernel import compat
-from megamoe.launch import CHAIN, FUSED, compile_launch, fixed_arguments
-from megamoe.plan import Plan
+from megamoe.launch import CHAIN, FUSED, Launch, compile_launch, fixed_arguments
+from megamoe.plan import Plan, TilePolicy
 from megamoe.symmetric import SymmetricBuffer
 from megamoe.weights import KernelWeights
 
@@ -71,11 +71,7 @@ Job = tuple[MoEConfig, bool, tuple[int, ...]]
 
 
 def precompile(jobs: Sequence[Job], *, programs: int | None = None) -> None:
-    """Fill Triton's cache with what the tests of a file launch, several processes at a time.
-
-    Only saves time: whatever is not in the cache is compiled when it is launched.
-    """
-    begin = time.monotonic()
+    """Compile what the tests of a file launch; see :func:`compile_ahead`."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     work = []
     for config, chain, tokens in jobs:
@@ -84,6 +80,15 @@ def precompile(jobs: Sequence[Job], *, programs: int | None = None) -> None:
         policies = dict.fromkeys(plan.policy(n) for n in tokens)
         launches = CHAIN if chain else FUSED
         work += [(plan, policy, launch) for policy in policies for launch in launches]
+    compile_ahead(work)
+
+
+def compile_ahead(work: Sequence[tuple[Plan, TilePolicy, Launch]]) -> None:
+    """Fill Triton's cache, several processes at a time.
+
+    Only saves time: whatever is not in the cache is compiled when it is launched.
+    """
+    begin = time.monotonic()
     work = list(dict.fromkeys(work))
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         for problem in pool.map(_compile, work):

@@ -330,7 +330,7 @@ def no_gpu(monkeypatch):
     return costs_ms
 
 
-FLOW = ["bench", "--shape", "256,256,2,2", "--tokens", "1,3", "--recipes", "fp8",
+FLOW = ["bench", "--api", "local", "--shape", "256,256,2,2", "--tokens", "1,3", "--recipes", "fp8",
         "--samples", "3"]  # fmt: skip
 
 
@@ -428,5 +428,5 @@ def test_without_a_gpu_it_is_a_plain_error(capsys):
 
 
 def test_more_gpus_than_there_are(no_gpu, capsys):
-    assert main([*FLOW, "--gpus", "2"]) == 2
+    assert main([*FLOW, "--api", "symmetric", "--gpus", "2"]) == 2
     assert "--gpus 2, but 1 GPUs are visible" in capsys.readouterr().err

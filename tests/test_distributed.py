@@ -103,9 +103,11 @@ def world(monkeypatch):
     monkeypatch.setattr(SymmetricMoE, "_make_watch", lambda self: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
-    def make(rank, config, probe, *, ranks, timeout_s=5.0):
+    def make(rank, config, probe, *, ranks, timeout_s=5.0, trace=0):
         local.rank, local.ranks = rank, ranks
-        return SymmetricMoE(config=config, device="cuda:0", probe=probe, setup_timeout_s=timeout_s)
+        return SymmetricMoE(
+            config=config, device="cuda:0", probe=probe, setup_timeout_s=timeout_s, trace=trace
+        )
 
     make.local = local
     return make
@@ -215,6 +217,35 @@ def test_different_configurations_are_refused_on_every_rank(world, change):
     (name,) = change
     assert all("ranks 0 and 2 were given different configurations" in m for m in found)
     assert all(f"{name} is {getattr(configs[0], name)!r} and {change[name]!r}" in m for m in found)
+
+
+@pytest.mark.parametrize("last,says", [(8, "trace is 4 and 8"), (-1, "at least 0, got -1")])
+def test_different_traces_are_refused_on_every_rank(world, last, says):
+    config, probes = make_config(ranks=3, experts=9), [FakeProbe(g) for g in gpus(3)]
+
+    def work(rank):
+        world(rank, config, probes[rank], ranks=3, trace=(4, 4, last)[rank]).setup()
+
+    for error in in_threads(3, work):
+        assert isinstance(error, MegaMoEError) and says in str(error)
+
+
+def test_a_trace_is_part_of_the_buffer_and_taken_once(world):
+    config = make_config(ranks=2)
+    moes = set_up(world, [config] * 2, [FakeProbe(g) for g in gpus(2)], trace=3)
+    for rank, moe in enumerate(moes):
+        moe.device = torch.device("cpu")
+        assert moe.plan == Plan(config, programs=132, trace=3)
+        moe._fused.buffer.view("trace")[5] = torch.arange(4) + rank
+    for rank, moe in enumerate(moes):
+        taken = moe.take_trace()
+        assert taken.shape == moe.plan.region["trace"].shape and taken.dtype == torch.int64
+        assert taken[5].tolist() == [rank, rank + 1, rank + 2, rank + 3]
+        assert not moe.take_trace().any()
+        assert taken.any(), "what was taken stays"
+    (plain,) = set_up(world, [make_config()], [FakeProbe(H200)])
+    with pytest.raises(MegaMoEError, match="nothing is recorded.*trace=N"):
+        plain.take_trace()
 
 
 def test_a_wrong_number_of_ranks_is_refused_on_every_rank(world):

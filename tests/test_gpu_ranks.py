@@ -6,9 +6,11 @@ are even, uneven, none on one rank and none anywhere; routings go to all experts
 rank, to a single one, and skip half of the slots. Bits are compared with the chain on every rank,
 and the values of all ranks together with the float64 reference. The repeated launches have nothing
 between the ranks, which drift apart as far as the protocol allows. A rank can be missing in two
-ways, late and dead; both are caused at a call that is not the first.
+ways, late and dead; both are caused at a call that is not the first. A timeline is recorded once:
+what is done with it does not need GPUs.
 """
 
+import json
 import os
 import queue
 import signal
@@ -24,6 +26,7 @@ from gpu_helpers import ON_GPU, precompile, random_call
 from helpers import Layer, bits, make_call
 
 from megamoe import MegaMoEError, MoEConfig
+from megamoe.cli import main
 from megamoe.distributed import SymmetricMoE
 from megamoe.reference import BOUNDS, compare
 
@@ -244,6 +247,24 @@ def graphs(rank, ranks):
 
 def test_graphs_replay_on_every_rank():
     assert spawn(graphs, seconds=180) == [True] * RANKS
+
+
+@pytest.mark.parametrize("extra", [[], ["--warm"]])
+def test_a_timeline_of_all_ranks(extra, tmp_path, capsys):
+    arguments = ["trace", "--gpus", str(RANKS), "--shape", "512,256,4,4", "--tokens", "64",
+                 "--recipe", "mxfp4", "--out", str(tmp_path), *extra]  # fmt: skip
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    print(said)
+    assert "aligned at their first event" in said and "WARNING" not in said
+    items = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    processes = {i["pid"]: i["args"]["name"] for i in items if i["name"] == "process_name"}
+    spans = [item for item in items if item["ph"] == "X"]
+    for rank in range(RANKS):
+        mine = [s for s in spans if processes[s["pid"]].startswith(f"rank {rank},")]
+        assert {"route", "pull", "L1", "L2", "push", "combine"} <= {s["name"] for s in mine}
+        assert min(s["ts"] for s in mine) == 0
+        assert max(s["ts"] + s["dur"] for s in mine) < 10_000, "microseconds of one call"
 
 
 # --- ranks that are missing --------------------------------------------------------------------

@@ -3,22 +3,28 @@
 Why this is enough: the interval arithmetic is compared with counting nanoseconds one by one on
 random cases; the figures with a recording small enough to work out by hand, in which every figure
 has another value; and one recorded call of two ranks has every role, kind and wait that a call can
-have, so what must precede what is checked on all of its events.
+have, so what must precede what is checked on all of its events. Several GPUs differ from simulated
+ranks by their timers and by how the recordings travel: the same call with a timer set off on one
+rank, written and read as the processes do; the processes themselves need the GPUs (test_gpu_ranks).
+Places for events are tried below one, at one and at many tiles a program, in both tile families.
 """
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megamoe import timeline
+from megamoe import timeline, timeline_gpus
 from megamoe.bench_cases import BenchError
 from megamoe.cli import main
 from megamoe.interpreter.cost import H200
 from megamoe.launch import FUSED
-from megamoe.plan import ROLES
+from megamoe.plan import MATH_PARTITIONS, ROLES, Plan
+from megamoe.symmetric import MegaMoEError
 from megamoe.timeline import (
     COMBINE,
     COMMUNICATE,
@@ -26,7 +32,7 @@ from megamoe.timeline import (
     LINEAR2,
     LOAD_TOKENS,
     LOAD_WEIGHTS,
-    MATH_ROLES,
+    MATH,
     PULL,
     ROUTE,
     SIGNAL,
@@ -34,7 +40,7 @@ from megamoe.timeline import (
     Event,
     TimelineError,
 )
-from megamoe.timeline_trial import make
+from megamoe.timeline_trial import make, places_for
 
 SHAPE = "256,256,4,2"
 
@@ -84,15 +90,23 @@ def test_reading_gives_what_was_written():
 def test_used_up_places_are_reported():
     recorded = by_hand(places=3)
     assert recorded.full == ((0, 0, COMMUNICATE),)
-    assert "record more events" in timeline.figures(recorded).lines()[-1]
+    lines = timeline.figures(recorded).lines()
+    warning = " ".join(lines[5:])
+    assert warning.startswith("WARNING") and "events lost" in warning
+    assert "communicate (1)" in warning and "--events" in warning
+    assert max(map(len, lines)) <= timeline.LINE
+    assert not any("WARNING" in line for line in timeline.figures(by_hand()).lines())
+
+
+ROWS = 2 * len(ROLES)
 
 
 @pytest.mark.parametrize(
     ("trace", "says"),
     [
-        (torch.zeros(16, 4, dtype=torch.int64), "nothing was recorded"),
-        (torch.zeros(15, 4, dtype=torch.int64), "int64"),
-        (torch.zeros(16, 4, dtype=torch.int32), "int32"),
+        (torch.zeros(ROWS, 4, dtype=torch.int64), "nothing was recorded"),
+        (torch.zeros(ROWS - 1, 4, dtype=torch.int64), "int64"),
+        (torch.zeros(ROWS, 4, dtype=torch.int32), "int32"),
     ],
 )
 def test_what_is_no_recording_is_refused(trace, says):
@@ -148,10 +162,12 @@ def test_intervals_against_counting():
 
 
 def test_a_recording_without_matrix_work_is_refused():
-    events = [event for event in BY_HAND if event.role >= MATH_ROLES]
+    events = [event for event in BY_HAND if event.role not in MATH]
     recorded = timeline.read(trace_of(events, programs=2, places=4), programs=2)
-    with pytest.raises(TimelineError, match="no matrix work"):
+    with pytest.raises(TimelineError, match="no matrix work$"):
         timeline.figures(recorded)
+    with pytest.raises(TimelineError, match="no matrix work: events were lost, .*--events"):
+        timeline.figures(replace(recorded, full=((0, 0, COMMUNICATE),)))
 
 
 def test_perfetto_file(tmp_path):
@@ -168,19 +184,231 @@ def test_perfetto_file(tmp_path):
     assert min(item["ts"] for item in spans) == 0
     assert max(item["ts"] + item["dur"] for item in spans) == pytest.approx(0.6)
     assert all((item["pid"], item["tid"]) in names for item in spans)
+    assert "otherData" not in json.loads((tmp_path / "trace.json").read_text())
     push = next(item for item in spans if item["name"] == "push")
     assert (push["ts"], push["dur"], push["args"]) == (0.4, 0.06, {"block": 3, "tile": 7})
     assert names[push["pid"], push["tid"]] == "math 0"
 
 
-def test_picture(tmp_path):
+def test_every_role_has_activities_and_a_thread(tmp_path):
+    """By its name: also roles that nothing here knows, and roles that record nothing."""
+    kinds = {role: ROUTE if role == COMMUNICATE else LINEAR1 for role in range(len(ROLES))}
+    middle = {LOAD_TOKENS: 12}  # K loops begin then
+    events = [Event(0, 0, role, kind, 1, 2, 10, middle.get(role, 20), 30)
+              for role, kind in kinds.items()]  # fmt: skip
+    for some in (events, events[: LOAD_TOKENS + 1]):
+        recorded = timeline.read(trace_of(some, programs=1, places=2), programs=1)
+        found = {span.role: span.activity for span in timeline.spans(recorded)}
+        assert set(found) == {event.role for event in some}
+        assert timeline.figures(recorded).partitions == len(MATH)
+        timeline.write_perfetto(recorded, tmp_path / "trace.json")
+        items = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        names = [item["args"]["name"] for item in items if item["name"] == "thread_name"]
+        assert names == [ROLES[event.role] for event in some]
+    last = {ROLES[role]: activity for role, activity in found.items()}
+    assert last["math 1"] == "activation" and last["load weights"] == "load weights"
+
+
+@pytest.mark.parametrize("role", [r for r, name in enumerate(ROLES) if name.startswith("expand")])
+def test_an_expander_waits_and_expands(role):
+    events = [*BY_HAND, Event(0, 1, role, LINEAR2, 4, 5, 1100, 1150, 1250)]
+    recorded = timeline.read(trace_of(events, programs=2, places=4), programs=2)
+    mine = [(s.activity, s.begin, s.end) for s in timeline.spans(recorded) if s.role == role]
+    assert mine == [("wait for input", 1100, 1150), ("expand", 1150, 1250)]
+    # it is neither matrix work nor communication
+    assert timeline.figures(recorded) == timeline.figures(by_hand())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_picture(tmp_path, ranks):
     pytest.importorskip("matplotlib")
     from megamoe import timeline_plot
 
-    recorded = by_hand()
+    extra = [Event(0, 0, role, LINEAR1, 0, 0, 1000, 1000, 1100) for role in range(8, len(ROLES))]
+    events = [event._replace(rank=rank) for rank in range(ranks) for event in BY_HAND + extra]
+    recorded = timeline.read(trace_of(events, programs=2, places=4), programs=2)
     path = tmp_path / "trace.png"
     timeline_plot.plot(recorded, timeline.figures(recorded), path, title="by hand")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# --- several GPUs --------------------------------------------------------------------------------
+
+
+def test_ranks_are_aligned_at_their_first_event(tmp_path):
+    """The files of two ranks whose timers differ by years, and what is told about it."""
+    events = BY_HAND + [e._replace(rank=1) for e in BY_HAND[:-1]]
+    traces = trace_of(events, programs=2, places=4)
+    traces[1][:, 1:] += (traces[1][:, 1:2] > 0) * 10**17
+    files = [tmp_path / f"{rank}.pt" for rank in (0, 1)]
+    for file, trace in zip(files, traces, strict=True):
+        torch.save({"trace": trace, "programs": 2}, file)
+    recorded = timeline_gpus.put_together(files)
+    moved = [e._replace(begin=e.begin - 1000, middle=e.middle - 1000, end=e.end - 1000)
+             for e in events]  # fmt: skip
+    assert sorted(recorded.events) == sorted(moved)
+    assert [e.begin for e in recorded.events] == sorted(e.begin for e in moved)
+    figures = timeline.figures(recorded)
+    assert figures.span_us == 0.6 and figures.ranks == 2
+    assert any("aligned at their first event" in line for line in figures.lines())
+    assert not any("aligned" in line for line in timeline.figures(by_hand()).lines())
+    timeline.write_perfetto(recorded, tmp_path / "trace.json")
+    assert "alignment" in json.loads((tmp_path / "trace.json").read_text())["otherData"]
+
+
+def test_ranks_that_are_in_step_stay_so(simulated):
+    """Simulated ranks begin together, so aligning them moves all events alike."""
+    begin = [min(e.begin for e in simulated.events if e.rank == rank) for rank in (0, 1)]
+    spread = abs(begin[0] - begin[1])
+    aligned = timeline.align(simulated)
+    assert min(e.begin for e in aligned.events) == 0
+    span = aligned.end - aligned.begin
+    assert abs(span - (simulated.end - simulated.begin)) <= spread
+    assert aligned.full == simulated.full
+
+
+class Ranks:
+    """As bench_timing.Together, for one rank without a GPU."""
+
+    rank, ranks = 1, 2
+
+    def __init__(self, log):
+        self._log = log
+
+    def host_barrier(self):
+        self._log.append("all ready")
+
+    def device_barrier(self):
+        self._log.append("all released")
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_rank_records_its_last_call(monkeypatch, cold):
+    from megamoe import distributed
+
+    log, call = [], iter(range(100))
+
+    class Moe:
+        plan = SimpleNamespace(programs=7)
+
+        def __init__(self, *, config, trace):
+            log.append((config.ranks, trace))
+            self.trace = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            log.append("closed")
+
+        def setup(self):
+            log.append("set up")
+
+        def warmup(self, weights, *, tokens):
+            assert weights.rank == 1 and tokens == [5]
+
+        def forward(self, *, weights, tokens=None, x=None, x_scale=None, topk_idx=None,
+                    topk_weights=None):  # fmt: skip
+            assert (tokens is None) == (x is not None)
+            assert x is None or x.shape[0] == topk_idx.shape[0] == 5
+            log.append("call")
+            self.trace = next(call)
+
+        def check(self):
+            log.append("check")
+
+        def take_trace(self):
+            taken, self.trace = self.trace, None
+            return taken
+
+    monkeypatch.setattr(distributed, "SymmetricMoE", Moe)
+    monkeypatch.setattr(timeline_gpus, "DEVICE", "cpu")
+    monkeypatch.setattr(timeline_gpus, "FLUSH_BYTES", 16)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"))
+    trial = gpus_trial(cold=cold)
+    trace, programs = timeline_gpus.record_rank(trial, Ranks(log))
+    assert programs == 7 and trace == log.count("call") - 1
+    once = ["all ready", "sleep", "all released", "call"]
+    once = once if cold else ["call", *once]
+    wanted = [(2, 33), "set up", "call", "check", *once * 3, "check", "all ready", "closed"]
+    assert log == wanted
+
+
+def gpus_trial(**options):
+    given = {"shape": SHAPE, "tokens": 5, "gpus": 2, "recipe": "fp8", "routing": "balanced",
+             "events": 33, "seed": 0, "cold": True}  # fmt: skip
+    return timeline_gpus.GpusTrial(**(given | options))
+
+
+def test_processes_are_started_and_their_files_read(monkeypatch):
+    traces = trace_of(BY_HAND + [e._replace(rank=1) for e in BY_HAND], programs=2, places=4)
+
+    def spawn(work, *, args, nprocs):
+        trial, folder, port = args
+        assert work is timeline_gpus._rank_main and nprocs == 2 and 0 < port < 65536
+        for rank, trace in enumerate(traces):
+            torch.save({"trace": trace, "programs": 2}, timeline_gpus._file(folder, rank))
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    recorded = gpus_trial().record()
+    assert recorded.aligned and len(recorded.events) == 2 * len(BY_HAND)
+
+
+@pytest.mark.parametrize("last", ["megamoe.symmetric.MegaMoEError: rank 1 refuses: too small",
+                                  "ValueError: a bug"])  # fmt: skip
+def test_the_words_of_a_rank_are_passed_on(monkeypatch, last):
+    import torch.multiprocessing as multiprocessing
+
+    def spawn(work, *, args, nprocs):
+        raise multiprocessing.ProcessRaisedException(f"Traceback\n  line\n{last}\n", 1, 99)
+
+    monkeypatch.setattr(multiprocessing, "spawn", spawn)
+    refused = "MegaMoEError" in last
+    wanted = MegaMoEError if refused else multiprocessing.ProcessRaisedException
+    with pytest.raises(wanted) as caught:
+        gpus_trial().record()
+    assert not refused or str(caught.value) == "rank 1 refuses: too small"
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--gpus", "2"], "--gpus records the compiled kernel, which cannot run here"),
+        (["--gpus", "1"], "--gpus must be at least 2, got 1"),
+        (["--gpus", "0"], "--gpus must be at least 2, got 0"),
+        (["--gpus", "2", "--ranks", "2"], "not both"),
+        (["--gpus", "2", "--backend", "interpreter"], "--backend interpreter has no GPU"),
+        (["--gpus", "2", "--programs", "4"], "--programs goes without --gpus"),
+        (["--gpus", "2", "--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--gpus", "2", "--events", "0"], "events must be at least 1, got 0"),
+        (["--gpus", "2", "--shape", "nope"], "unknown shape 'nope'"),
+        (["--gpus", "3", "--shape", "Mixtral-8x7B"], "8 experts cannot be divided"),
+        (["--warm"], "--warm goes with --gpus"),
+    ],
+)
+def test_several_gpus_are_refused_in_one_line(extra, says, capsys):
+    if torch.cuda.is_available() and extra == ["--gpus", "2"]:
+        pytest.skip("this machine has a GPU")
+    assert main(["trace", *extra]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_more_gpus_than_there_are_and_places_by_default(monkeypatch):
+    monkeypatch.setattr(timeline_gpus, "why_not_gluon", lambda config: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda n: SimpleNamespace(multi_processor_count=(132, 114)[n]),
+    )
+    given = {"tokens": 300, "recipe": "fp8"}
+    with pytest.raises(BenchError, match="--gpus 4, but 2 GPUs are visible"):
+        timeline_gpus.make(gpus=4, **given)
+    trial = timeline_gpus.make(gpus=2, **given)
+    assert trial.shape == "flash" and trial.cold and trial.config.ranks == 2
+    assert trial.events == places_for(Plan(trial.config, programs=114), trial.idx)
+    assert timeline_gpus.make(gpus=2, events=9, **given).events == 9
 
 
 # --- simulated time ------------------------------------------------------------------------------
@@ -198,8 +426,8 @@ def simulated():
 
 def test_every_role_and_kind_is_there(simulated):
     seen = {(event.role, event.kind) for event in simulated.events}
-    math = {(role, kind) for role in range(4) for kind in (LINEAR1, LINEAR2)}
-    helpers = {(r, k) for r in range(LOAD_WEIGHTS, SIGNAL + 1) for k in (LINEAR1, LINEAR2)}
+    math = {(role, kind) for role in range(MATH_PARTITIONS) for kind in (LINEAR1, LINEAR2)}
+    helpers = {(r, k) for r in (LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL) for k in (LINEAR1, LINEAR2)}
     communicate = {(COMMUNICATE, kind) for kind in (ROUTE, WAIT_COUNTS, PULL)}
     assert math | helpers | communicate <= seen
     assert any(kind == COMBINE for _, kind in seen)
@@ -214,7 +442,7 @@ def test_simulated_time_keeps_causes_before_effects(simulated):
         mine = [event for event in simulated.events if event.rank == rank]
         l1_end = {}
         for e in mine:
-            if e.role < MATH_ROLES and e.kind == LINEAR1:
+            if e.role in MATH and e.kind == LINEAR1:
                 l1_end[e.block] = max(l1_end.get(e.block, 0), e.middle)
         second = [e for e in mine if e.role == LOAD_TOKENS and e.kind == LINEAR2]
         assert second
@@ -225,7 +453,7 @@ def test_simulated_time_keeps_causes_before_effects(simulated):
             min(e.end for e in simulated.events if e.rank == r and e.kind == ROUTE) for r in (0, 1)
         ]
         assert min(e.end for e in mine if e.kind == WAIT_COUNTS) >= max(routed)
-    pushed = [e.middle for e in simulated.events if e.role < MATH_ROLES and e.kind == LINEAR2]
+    pushed = [e.middle for e in simulated.events if e.role in MATH and e.kind == LINEAR2]
     combined = [e.end for e in simulated.events if e.kind == COMBINE]
     assert max(combined) > max(pushed)
 
@@ -262,6 +490,24 @@ def test_a_slower_machine_shows_where_it_is_slower(simulated, change, activity):
     slow = trial.record()
     assert total(slow) > 2 * total(simulated)
     assert timeline.figures(slow).span_us > timeline.figures(simulated).span_us
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "ranks", "routing"),
+    [("fp8", 1, 1, "balanced"), ("mxfp4", 40, 2, "zipf"), ("fp8", 70, 1, "one-hot")],
+)
+def test_default_places_hold_all_events(recipe, tokens, ranks, routing):
+    """And are not far more than are needed."""
+    trial = small_trial(recipe=recipe, tokens=tokens, ranks=ranks, routing=routing)
+    recorded = trial.record()
+    assert recorded.full == ()
+    used = Counter((e.rank, e.program, e.role) for e in recorded.events)
+    assert max(used.values()) < trial.backend.plan.trace <= max(used.values()) + 12
+    few = max(used.values()) - 1
+    trial = small_trial(recipe=recipe, tokens=tokens, ranks=ranks, routing=routing, events=few)
+    figures = timeline.figures(trial.record())
+    lost = {ROLES[role] for (_, _, role), n in used.items() if n > few}
+    assert lost <= set(figures.full) and "WARNING" in figures.lines()[5]
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class BenchOptions:
     """What to run.  shapes: see :func:`~megamoe.bench_cases.shape_fields`; tokens per rank.
 
     api: "symmetric" (megamoe.distributed.SymmetricMoE) or "local" (what megamoe.MegaMoE does, one
-    GPU only); None for local on one GPU.
+    GPU only).
     """
 
     shapes: tuple[str, ...] = ("flash",)
@@ -74,7 +74,7 @@ class BenchOptions:
     samples: int = 20
     routings_per_case: int = 4
     chain: bool = True
-    api: str | None = None
+    api: str = "symmetric"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,8 +90,6 @@ class BenchOptions:
             for value in getattr(self, name):
                 if value not in allowed:
                     raise BenchError(f"{name} can be {', '.join(allowed)}, got {value!r}")
-        if self.api is None:
-            object.__setattr__(self, "api", "local" if self.gpus == 1 else "symmetric")
         if self.api not in APIS or (self.api == "local" and self.gpus > 1):
             raise BenchError(
                 f"api can be symmetric, or local with one GPU; got {self.api!r} and {self.gpus}"
@@ -357,7 +355,7 @@ def run_bench(options: BenchOptions, *, report: Callable[[Limits | Row], None]) 
         results = Path(folder, "results")
         results.touch()
         context = multiprocessing.spawn(
-            _rank_main, args=(options, results, _free_port()), nprocs=options.gpus, join=False
+            _rank_main, args=(options, results, free_port()), nprocs=options.gpus, join=False
         )
         with results.open() as lines:
             ended = False
@@ -370,7 +368,8 @@ def run_bench(options: BenchOptions, *, report: Callable[[Limits | Row], None]) 
                         report(_decode(json.loads(line)))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this host where the ranks can meet."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -395,13 +394,18 @@ def _decode(line: dict[str, Any]) -> Limits | Row:
     return Row(**line)
 
 
-def _rank_main(rank: int, options: BenchOptions, results: Path, port: int) -> None:
+def join_ranks(*, rank: int, ranks: int, port: int) -> Together:
+    """Make this process one of several ranks, each with the GPU of its number."""
     # one host: no network is needed; nothing here uses NVLink multicast, so none is set up
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     torch.cuda.set_device(rank)
-    ranks = Together(rank=rank, ranks=options.gpus, port=port)
+    return Together(rank=rank, ranks=ranks, port=port)
+
+
+def _rank_main(rank: int, options: BenchOptions, results: Path, port: int) -> None:
+    ranks = join_ranks(rank=rank, ranks=options.gpus, port=port)
 
     def report(result: Limits | Row) -> None:
         if rank == 0:

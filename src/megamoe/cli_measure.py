@@ -57,8 +57,8 @@ def _add_bench(commands: Any) -> None:
     command.add_argument("--no-chain", action="store_true",
                          help="neither compare with nor time the unfused chain")  # fmt: skip
     command.add_argument(
-        "--api", choices=("local", "symmetric"),
-        help="local: as MegaMoE runs one rank; symmetric: SymmetricMoE (default: local on one GPU)",
+        "--api", choices=("symmetric", "local"), default="symmetric",
+        help="symmetric: SymmetricMoE (default); local: as MegaMoE runs one rank",
     )  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="of weights, x and routing")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
@@ -124,7 +124,8 @@ def _add_trace(commands: Any) -> None:
         "trace",
         help="record what every role did when: a Perfetto file, a picture, and five lines",
         description="Records one fused call. Writes trace.json (open it at ui.perfetto.dev) and"
-        " trace.png. On the interpreter, time is simulated from a table of an H200's costs.",
+        " trace.png. On the interpreter, time is simulated from a table of an H200's costs. With"
+        " --gpus, ranks are aligned at their first event: the timers of GPUs are not in step.",
     )
     command.add_argument("--shape", "--model", dest="shape", default=None, metavar="SHAPE",
                          help=SHAPE_HELP + " (default flash; 512,256,8,4 on the"
@@ -133,14 +134,20 @@ def _add_trace(commands: Any) -> None:
                          help="tokens per rank (default 64)")  # fmt: skip
     command.add_argument("--ranks", type=int, default=1,
                          help="ranks, simulated in this process (default 1)")  # fmt: skip
+    command.add_argument("--gpus", type=int, metavar="N",
+                         help="GPUs, a rank and a process each, instead of --ranks")  # fmt: skip
+    command.add_argument("--warm", action="store_true",
+                         help="with --gpus: just after the same call (default: L2 is overwritten"
+                         " before the call)")  # fmt: skip
     command.add_argument("--recipe", choices=RECIPES, default="mxfp4", help="default mxfp4")
     command.add_argument("--backend", choices=("auto", "gluon", "interpreter"), default="auto")
     command.add_argument("--routing", choices=ROUTINGS, default="balanced")
     command.add_argument("--programs", type=int, metavar="N",
                          help="programs (CTAs) per rank (default: every SM, or 2 on the"
                          " interpreter)")  # fmt: skip
-    command.add_argument("--events", type=int, default=512, metavar="N",
-                         help="places for events of each role (default 512)")  # fmt: skip
+    command.add_argument("--events", type=int, metavar="N",
+                         help="places for events of each role (default: as many as the call"
+                         " needs)")  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="of random data and of the schedule")
     command.add_argument("--out", type=Path, default=Path("."), metavar="DIR",
                          help="folder to write to (default: here)")  # fmt: skip
@@ -148,19 +155,9 @@ def _add_trace(commands: Any) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from megamoe import bench_cases, timeline, timeline_plot, timeline_trial
+    from megamoe import bench_cases, timeline, timeline_plot
 
-    trial = timeline_trial.make(
-        backend=arguments.backend,
-        shape=arguments.shape,
-        tokens=64 if arguments.tokens is None else arguments.tokens,
-        ranks=arguments.ranks,
-        recipe=arguments.recipe,
-        routing=arguments.routing,
-        programs=arguments.programs,
-        events=arguments.events,
-        seed=arguments.seed,
-    )
+    trial = _trial(arguments)
     print(f"{trial.title}, seed {arguments.seed}")
     recorded = trial.record()
     figures = timeline.figures(recorded)
@@ -175,3 +172,38 @@ def _trace(arguments: argparse.Namespace) -> int:
         print(f"no picture: {error}")
     print("written:", ", ".join(map(str, written)))
     return 0
+
+
+def _trial(arguments: argparse.Namespace) -> Any:
+    """The call to be recorded; both kinds have a title and record()."""
+    from megamoe import timeline_gpus, timeline_trial
+    from megamoe.bench_cases import BenchError
+
+    given = {
+        "shape": arguments.shape,
+        "tokens": 64 if arguments.tokens is None else arguments.tokens,
+        "recipe": arguments.recipe,
+        "routing": arguments.routing,
+        "events": arguments.events,
+        "seed": arguments.seed,
+    }
+    if arguments.gpus is None:
+        if arguments.warm:
+            raise BenchError(
+                "--warm goes with --gpus; in one process L2 is as the call before left it"
+            )
+        return timeline_trial.make(
+            **given,
+            backend=arguments.backend,
+            ranks=arguments.ranks,
+            programs=arguments.programs,
+        )
+    if arguments.ranks != 1:
+        raise BenchError(
+            "give --gpus, a process a GPU, or --ranks, simulated in one process, not both"
+        )
+    if arguments.backend == "interpreter":
+        raise BenchError("--gpus records the compiled kernel; --backend interpreter has no GPU")
+    if arguments.programs is not None:
+        raise BenchError("--programs goes without --gpus, where every rank takes all of its SMs")
+    return timeline_gpus.make(**given, gpus=arguments.gpus, cold=not arguments.warm)

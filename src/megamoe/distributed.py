@@ -50,6 +50,8 @@ class SymmetricMoE:
     config: shapes and number formats, the same on every rank; `ranks` is the size of the group.
     group: None for the default process group; with one rank none is needed.
     device: None for the current CUDA device.
+    trace: events of a timeline that each role of a program can record in a call of :meth:`forward`,
+    the same on every rank; 0 for none.
     setup_timeout_s: how long a collective method waits for a rank before it names it.
     probe: asks about GPUs; only tests pass another.
 
@@ -67,10 +69,12 @@ class SymmetricMoE:
         config: MoEConfig,
         group: ProcessGroup | None = None,
         device: torch.device | str | int | None = None,
+        trace: int = 0,
         setup_timeout_s: float = 300.0,
         probe: Probe | None = None,
     ) -> None:
         self.config = config
+        self.trace = trace
         self.poisoned: str | None = None
         self._probe = probe or Probe()
         self._setup_timeout_s = setup_timeout_s
@@ -93,7 +97,9 @@ class SymmetricMoE:
         self._number = ops.register(self)
 
     def _find_device(self, device: torch.device | str | int | None) -> str | None:
-        """Set `device` and its facts; what is wrong with them, or None."""
+        """Set `device` and its facts; what is wrong with them or with `trace`, or None."""
+        if self.trace < 0:
+            return f"trace must be at least 0, got {self.trace}"
         if self.config.ranks != self._party.ranks:
             return (
                 f"the configuration has {self.config.ranks} ranks, the process group "
@@ -148,7 +154,7 @@ class SymmetricMoE:
                 self._clear()
             else:
                 self._fused = self._chain = self._watch = None
-                plan = Plan(self.config, programs=self._programs)
+                plan = Plan(self.config, programs=self._programs, trace=self.trace)
                 self._fused = self._make_lane(plan, FUSED)
                 self._order = self._fused.buffer.memory.new_zeros(1, dtype=torch.int32)
             self._watch = self._make_watch()
@@ -167,13 +173,15 @@ class SymmetricMoE:
 
     def warmup(self, weights: KernelWeights, *, tokens: Sequence[int] | None = None) -> None:
         """Compile and load every kernel that calls with these numbers of tokens need, for
-        :meth:`chain` too if it is set up, then wait for the other ranks.  Collective.
+        :meth:`chain` too if it is set up, then make one call without tokens, after which nothing
+        is done for the first time any more.  Collective.
 
-        tokens: None for all numbers up to the capacity (at most four tile policies). Processes
-        that share Triton's cache compile one at a time, so each kernel is compiled once.
+        tokens: None for all numbers up to the capacity (at most four tile policies); 0 is always
+        among them. Processes that share Triton's cache compile one at a time, so each kernel is
+        compiled once.
         """
         lane = self._lane(chain=False)
-        policies = tile_policies(lane.plan, tokens)
+        policies = tile_policies(lane.plan, None if tokens is None else [*tokens, 0])
         given = self._weights(weights)
         with self._collective("warm-up"):
             for n, policy in enumerate(policies, start=1):
@@ -191,6 +199,7 @@ class SymmetricMoE:
                     for spec in staging.stage_specs(each.plan):
                         staging.compile_stage(each.buffer, spec)
             self._meeting.barrier("warm-up")
+            self._call_without_tokens(weights)
 
     def close(self) -> None:
         """Wait for this GPU and free the buffers.  Not collective; may be called twice."""
@@ -280,6 +289,20 @@ class SymmetricMoE:
         for lane in self._lanes():
             self._check_lane(lane)
 
+    def take_trace(self) -> torch.Tensor:
+        """Wait for the device, and take away what this rank has recorded since the last time: the
+        rows that :func:`megamoe.timeline.read` reads, int64 [programs * roles * trace, 4], on the
+        CPU.  A call writes over what the call before has recorded.
+        """
+        if not self.trace:
+            raise MegaMoEError("nothing is recorded: make the object with trace=N on all ranks")
+        view = self._lane(chain=False).buffer.view("trace")
+        torch.cuda.synchronize(self.device)
+        taken = view.to("cpu", copy=True)
+        view.zero_()
+        torch.cuda.synchronize(self.device)
+        return taken
+
     def forget(self, weights: KernelWeights) -> None:
         """Drop the references to weights that calls have kept."""
         for lane in self._lanes():
@@ -353,6 +376,17 @@ class SymmetricMoE:
         if watch is not None:
             watch.refresh()
 
+    def _call_without_tokens(self, weights: KernelWeights) -> None:
+        """The first launch of a process takes about a millisecond longer than the next ones."""
+        config, device = self.config, self._fused.shared.memory.device
+        self.forward(
+            weights=weights,
+            x=torch.empty(0, config.hidden, dtype=torch.bfloat16, device=device),
+            topk_idx=torch.empty(0, config.topk, dtype=torch.int32, device=device),
+            topk_weights=torch.empty(0, config.topk, device=device),
+        )
+        self.check()
+
     def _checked(
         self,
         x: torch.Tensor,
@@ -422,6 +456,7 @@ class SymmetricMoE:
             gpu=self._gpu,
             torch=str(torch.__version__),
             triton=_version("triton"),
+            trace=self.trace,
         )
 
     def _refuse(self, reason: str | None) -> None:

@@ -7,11 +7,12 @@ The kernel, compiled with `trace_events`, leaves rows of (tag, begin, middle, en
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import NamedTuple
 
 import torch
@@ -20,12 +21,14 @@ from megamoe.config import RankInputs
 from megamoe.launch import FUSED, GluonBackend, InterpreterBackend
 from megamoe.plan import ROLES, TRACE_WORDS
 
-MATH_ROLES = 4
-COMMUNICATE, LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL = range(4, 8)
+MATH = tuple(role for role, name in enumerate(ROLES) if name.startswith("math "))
+COMMUNICATE, LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL = map(
+    ROLES.index, ("communicate", "load weights", "load tokens", "signal")
+)
 LINEAR1, LINEAR2, _, ROUTE, WAIT_COUNTS, PULL, COMBINE = range(7)
 # activities that move rows between ranks
 COMMUNICATION = ("pull", "push", "combine")
-WAITING = ("wait for counts", "wait for rows", "wait for partials", "wait for slot")
+LINE = 110  # characters of a line of text
 
 Interval = tuple[int, int]
 
@@ -64,11 +67,13 @@ class Span(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The events of one call, by begin.  full: (rank, program, role) whose places were all used, so
-    that the last ones may have been overwritten.
+    that the last ones may have been overwritten.  aligned: every rank's times were moved so that
+    its first event begins at 0.
     """
 
     events: tuple[Event, ...]
     full: tuple[tuple[int, int, int], ...] = ()
+    aligned: bool = False
 
     @property
     def begin(self) -> int:
@@ -87,7 +92,7 @@ def read(traces: Sequence[torch.Tensor], *, programs: int) -> Timeline:
     """The timeline of one call from the region `trace` of each rank, in order of rank.
 
     traces: int64 [programs * roles * events, 4] each, zero where nothing was recorded.  The ranks'
-    timers must agree: simulated ranks, or ranks that share a GPU.
+    timers agree if the ranks are simulated or share a GPU; otherwise see :func:`align`.
     """
     events, full = [], []
     for rank, trace in enumerate(traces):
@@ -111,6 +116,25 @@ def read(traces: Sequence[torch.Tensor], *, programs: int) -> Timeline:
         raise TimelineError("nothing was recorded: was the plan made with trace events?")
     events.sort(key=lambda event: event.begin)
     return Timeline(events=tuple(events), full=tuple(full))
+
+
+def align(timeline: Timeline) -> Timeline:
+    """The same events with every rank's first one at 0: global timers of different GPUs are not in
+    step.  What lies between two ranks is then only as right as that they began together.
+    """
+    begin: dict[int, int] = {}
+    for event in timeline.events:
+        begin[event.rank] = min(event.begin, begin.get(event.rank, event.begin))
+    moved = [
+        event._replace(
+            begin=event.begin - begin[event.rank],
+            middle=event.middle - begin[event.rank],
+            end=event.end - begin[event.rank],
+        )
+        for event in timeline.events
+    ]
+    moved.sort(key=lambda event: event.begin)
+    return replace(timeline, events=tuple(moved), aligned=True)
 
 
 def record(
@@ -166,7 +190,7 @@ def _activities(event: Event, ready: dict[tuple[int, ...], int]) -> list[tuple[s
     begin, middle, end = event.begin, event.middle, event.end
     if event.kind == COMBINE:
         return [("wait for partials", begin, middle), ("combine", middle, end)]
-    if event.role < MATH_ROLES:
+    if event.role in MATH:
         task = (event.rank, event.program, event.kind, event.block, event.tile)
         start = min(max(begin, ready.get(task, begin)), middle)
         layer, after = ("L1", "activation") if event.kind == LINEAR1 else ("L2", "push")
@@ -177,11 +201,19 @@ def _activities(event: Event, ready: dict[tuple[int, ...], int]) -> list[tuple[s
         return [("wait for rows", begin, middle), ("load tokens", middle, end)]
     if event.role == SIGNAL:
         return [("signal", begin, end)]
-    return {
-        ROUTE: [("route", begin, end)],
-        WAIT_COUNTS: [("wait for counts", begin, end)],
-        PULL: [("wait for slot", begin, middle), ("pull", middle, end)],
-    }[event.kind]
+    if event.role == COMMUNICATE:
+        return {
+            ROUTE: [("route", begin, end)],
+            WAIT_COUNTS: [("wait for counts", begin, end)],
+            PULL: [("wait for slot", begin, middle), ("pull", middle, end)],
+        }[event.kind]
+    # a helper of the math, such as "expand 0": it waits for what it works on
+    return [("wait for input", begin, middle), (family(event.role), middle, end)]
+
+
+def family(role: int) -> str:
+    """The name of a role without its number: "expand" of "expand 0"."""
+    return ROLES[role].rstrip("0123456789").rstrip()
 
 
 # --- intervals -----------------------------------------------------------------------------------
@@ -231,6 +263,8 @@ class Figures:
     hidden: on each program, the time in which some role pulls, pushes or combines, and some math
     partition is in such a K loop; over all programs, divided by the time in which some role pulls,
     pushes or combines.  None where nothing is communicated.
+    full: in how many programs a role has used all its places, by the role's name.
+    aligned: see :class:`Timeline`.
     """
 
     ranks: int
@@ -242,10 +276,11 @@ class Figures:
     tail_us: float
     communication_us: dict[str, float]
     hidden: float | None
-    full: int
+    full: dict[str, int]
+    aligned: bool = False
 
     def lines(self) -> list[str]:
-        """Five lines of text, and one more if the recording may be incomplete."""
+        """Five lines of text, and more about what the recording cannot show."""
         each = ", ".join(f"{name} {us:.1f}" for name, us in self.communication_us.items())
         hidden = "nothing to hide" if self.hidden is None else f"{100 * self.hidden:.1f} %"
         first, middle, last = self.first_tile_us
@@ -260,10 +295,18 @@ class Figures:
             f"hidden         {hidden} of the communication time lies under matrix work of the same "
             "SM",
         ]
-        if self.full:
+        if self.aligned:
             lines.append(
-                f"incomplete     {self.full} roles used all their places: record more events"
+                "alignment      ranks are aligned at their first event: the timers of their GPUs "
+                "are not in step"
             )
+        if self.full:
+            roles = ", ".join(f"{role} ({programs})" for role, programs in self.full.items())
+            warning = (
+                "WARNING        events lost, record more with --events: all places were used by "
+                f"these roles (programs): {roles}"
+            )
+            lines += wrap(warning, width=LINE, subsequent_indent=" " * 15)
         return lines
 
 
@@ -285,7 +328,8 @@ def figures(timeline: Timeline) -> Figures:
             by_activity[s.activity][where].append((s.begin, s.end))
             by_activity["any"][where].append((s.begin, s.end))
     if not partitions:
-        raise TimelineError("the recording holds no matrix work")
+        lost = ": events were lost, record more with --events" if timeline.full else ""
+        raise TimelineError("the recording holds no matrix work" + lost)
     places = {(event.rank, event.program) for event in timeline.events}
     matrix = {where: union(parts) for where, parts in by_activity["matrix"].items()}
     moving = {where: union(parts) for where, parts in by_activity["any"].items()}
@@ -306,8 +350,14 @@ def figures(timeline: Timeline) -> Figures:
             for name in COMMUNICATION
         },
         hidden=under / total if total else None,
-        full=len(timeline.full),
+        full=_by_role(timeline.full),
+        aligned=timeline.aligned,
     )
+
+
+def _by_role(full: Iterable[tuple[int, int, int]]) -> dict[str, int]:
+    counts = Counter(role for *_, role in full)
+    return {ROLES[role]: counts[role] for role in sorted(counts)}
 
 
 # --- Perfetto ----------------------------------------------------------------------------------
@@ -315,7 +365,8 @@ def figures(timeline: Timeline) -> Figures:
 
 def write_perfetto(timeline: Timeline, path: Path) -> None:
     """The spans as a Chrome trace (JSON), which ui.perfetto.dev opens: a process for each program,
-    a thread for each role, times in microseconds from the first begin.
+    a thread for each role, times in microseconds from the first begin.  If ranks were aligned, the
+    file says so under otherData.
     """
     origin = timeline.begin
     items: list[dict[str, object]] = []
@@ -340,8 +391,11 @@ def write_perfetto(timeline: Timeline, path: Path) -> None:
                 "args": {"block": s.block, "tile": s.tile},
             }
         )
+    out: dict[str, object] = {"displayTimeUnit": "ns", "traceEvents": items}
+    if timeline.aligned:
+        out["otherData"] = {"alignment": "each rank's times begin at its own first event"}
     with path.open("w") as stream:
-        json.dump({"displayTimeUnit": "ns", "traceEvents": items}, stream, separators=(",", ":"))
+        json.dump(out, stream, separators=(",", ":"))
 
 
 def _process(rank: int, program: int) -> int:

@@ -13,10 +13,11 @@ from megamoe.timeline import (
     COMMUNICATE,
     LOAD_TOKENS,
     LOAD_WEIGHTS,
-    MATH_ROLES,
+    MATH,
     Figures,
     Span,
     Timeline,
+    family,
     spans,
     union,
 )
@@ -26,6 +27,7 @@ COLOURS = {
     "pull": "#2a78b5",
     "load weights": "#8fa3ad",
     "load tokens": "#5bb0a8",
+    "expand": "#b5739d",
     "L1": "#2f8f4e",
     "L2": "#8cc152",
     "activation": "#e2b93b",
@@ -36,6 +38,7 @@ COLOURS = {
 }
 CURVES = ("L1", "L2", "pull", "push", "combine")
 CURVE_POINTS = 600
+OTHER = "#bbbbbb"  # an activity without a colour of its own
 Row = tuple[int, int]
 
 
@@ -54,10 +57,12 @@ def plot(timeline: Timeline, figures: Figures, path: Path, *, title: str) -> Non
         ("dispatch", lambda s: s.role == COMMUNICATE and s.activity != "combine"),
         ("load weights", lambda s: s.role == LOAD_WEIGHTS),
         ("load tokens", lambda s: s.role == LOAD_TOKENS),
-        ("math", lambda s: s.role < MATH_ROLES and s.activity in ("L1", "L2", "activation")),
+        ("math", lambda s: s.role in MATH and s.activity in ("L1", "L2", "activation")),
         ("push", lambda s: s.activity == "push"),
         ("combine", lambda s: s.activity == "combine"),
     ]
+    if any(family(s.role) == "expand" for s in parts):
+        panels.insert(3, ("expand", lambda s: s.activity == "expand"))
     figure, axes = pyplot.subplots(
         len(panels) + 2,
         1,
@@ -72,6 +77,7 @@ def plot(timeline: Timeline, figures: Figures, path: Path, *, title: str) -> Non
         _rectangles(axis, chosen, origin, lambda s: place[s.rank, s.program])
         axis.set_ylim(len(programs) - 0.5, -0.5)
         axis.set_ylabel(f"{name}\nprogram")
+        _mark_ranks(axis, programs)
     sample = programs[len(programs) // 2]
     mine = [s for s in parts if (s.rank, s.program) == sample]
     roles = sorted({s.role for s in mine})
@@ -82,15 +88,24 @@ def plot(timeline: Timeline, figures: Figures, path: Path, *, title: str) -> Non
     axes[-1].set_xlabel("microseconds")
     axes[-1].set_xlim(0, figures.span_us)
     used = {_colour_name(s.activity) for s in parts}
+    named = [name for name in COLOURS if name in used] + sorted(used - set(COLOURS))
     handles = [
-        pyplot.Rectangle((0, 0), 1, 1, color=colour, label=name)
-        for name, colour in COLOURS.items()
-        if name in used
+        pyplot.Rectangle((0, 0), 1, 1, color=COLOURS.get(name, OTHER), label=name) for name in named
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.suptitle("\n".join([title, *figures.lines()]), ha="left", x=0.02, family="monospace")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _mark_ranks(axis: Any, programs: Sequence[Row]) -> None:
+    """With several ranks, whose programs follow each other: where each begins."""
+    ranks = [rank for rank, _ in programs]
+    first = [ranks.index(rank) for rank in sorted(set(ranks))]
+    if len(first) > 1:
+        axis.set_yticks(first, [f"rank {ranks[line]}" for line in first])
+        for line in first[1:]:
+            axis.axhline(line - 0.5, color="black", linewidth=0.6)
 
 
 def _colour_name(activity: str) -> str:
@@ -130,6 +145,6 @@ def _rectangles(axis: Any, parts: Sequence[Span], origin: int, line: Callable[[S
     for s in parts:
         left, right, y = (s.begin - origin) / 1e3, (s.end - origin) / 1e3, line(s)
         corners = [(left, y - 0.45), (right, y - 0.45), (right, y + 0.45), (left, y + 0.45)]
-        by_colour[COLOURS[_colour_name(s.activity)]].append(corners)
+        by_colour[COLOURS.get(_colour_name(s.activity), OTHER)].append(corners)
     for colour, polygons in by_colour.items():
         axis.add_collection(PolyCollection(polygons, facecolors=colour, linewidths=0))

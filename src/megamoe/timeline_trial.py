@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,8 +15,9 @@ from megamoe.bench_cases import (
 )
 from megamoe.config import MoEConfig, RankInputs
 from megamoe.forward import choose_backend, default_programs
+from megamoe.kernel.combine import COMBINE_COLUMNS, COMBINE_TOKENS
 from megamoe.launch import GluonBackend, InterpreterBackend
-from megamoe.plan import Plan
+from megamoe.plan import MATH_PARTITIONS, Plan, ceil_div
 from megamoe.timeline import Timeline, record
 
 DEFAULT_SHAPE = {"gluon": "flash", "interpreter": "512,256,8,4"}
@@ -46,16 +47,16 @@ def make(
     recipe: str,
     routing: str = "balanced",
     programs: int | None = None,
-    events: int = 512,
+    events: int | None = None,
     seed: int = 0,
 ) -> TimelineTrial:
     """Random weights and inputs for `tokens` tokens on each of `ranks` ranks of this process.
 
     shape: see :func:`~megamoe.bench_cases.shape_fields`; None for one that suits the backend.
-    events: places for events of each role of a program.
+    events: places for events of each role of a program; None for as many as the call needs.
     Raises BenchError, MegaMoEConfigError, or RuntimeError for a backend that cannot run here.
     """
-    if events < 1:
+    if events is not None and events < 1:
         raise BenchError(f"events must be at least 1, got {events}")
     if tokens < 1:
         raise BenchError(f"tokens must be at least 1, got {tokens}")
@@ -83,7 +84,8 @@ def make(
     inputs = [
         random_inputs(config, idx=idx[r], seed=seed * 1009 + r, device=device) for r in range(ranks)
     ]
-    plan = Plan(config, programs=programs or default_programs(chosen, config), trace=events)
+    plan = Plan(config, programs=programs or default_programs(chosen, config))
+    plan = replace(plan, trace=events or places_for(plan, idx))
     title = f"{name}, {recipe}, {tokens} tokens a rank, {routing} routing, {ranks} rank(s), " + (
         "interpreter, simulated time" if on_cpu else torch.cuda.get_device_name(device)
     )
@@ -94,6 +96,27 @@ def make(
         backend=GluonBackend(plan=plan, weights=weights, device=device),
         inputs=inputs,
     )
+
+
+def places_for(plan: Plan, idx: torch.Tensor) -> int:
+    """Places for events with which no role of any program loses one, and one to spare, whose use
+    would show that more were recorded.
+
+    idx: the call's routing, int [ranks, tokens, topk], -1 for a masked slot.
+    """
+    config, tokens = plan.config, idx.shape[1]
+    spec = plan.spec(plan.policy(tokens))
+    counts = torch.bincount(idx[idx >= 0].flatten().long(), minlength=config.experts)
+    rows = counts.view(config.ranks, config.experts_per_rank)
+    blocks = int(((rows + spec.block_m - 1) // spec.block_m).sum(dim=1).max())
+    tasks = ceil_div(blocks * (spec.l1_tiles + spec.l2_tiles), plan.programs)
+    pulls = ceil_div(ceil_div(int(rows.sum(dim=1).max()), spec.pull_rows), plan.programs)
+    # combine is shared by the math partitions and communicate
+    chunks = config.padded_hidden // COMBINE_COLUMNS.value
+    units = ceil_div(tokens, COMBINE_TOKENS.value) * chunks
+    combined = ceil_div(units, plan.programs * (MATH_PARTITIONS + 1))
+    # route and wait for counts come before the pulls
+    return max(tasks, 2 + pulls) + combined + 1
 
 
 def _weight_bytes(config: MoEConfig) -> int:

@@ -83,12 +83,16 @@ def why_not_gpu(gpu: Gpu) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What a rank tells the others before anything is allocated."""
+    """What a rank tells the others before anything is allocated.
+
+    trace: events of a timeline that a role of a program can record, a part of the buffer.
+    """
 
     config: MoEConfig
     gpu: Gpu
     torch: str
     triton: str
+    trace: int = 0
 
 
 def why_not_together(members: Sequence[Member]) -> str | None:
@@ -99,7 +103,7 @@ def why_not_together(members: Sequence[Member]) -> str | None:
         if reason:
             return f"rank {rank}: {reason}"
     for rank, member in enumerate(members):
-        difference = _difference(first.config, member.config)
+        difference = _difference(first, member)
         if difference:
             return f"ranks 0 and {rank} were given different configurations: {difference}"
         for package in ("torch", "triton"):
@@ -122,8 +126,10 @@ def why_not_together(members: Sequence[Member]) -> str | None:
     return None
 
 
-def _difference(a: MoEConfig, b: MoEConfig) -> str:
-    pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(MoEConfig)]
+def _difference(a: Member, b: Member) -> str:
+    names = [field.name for field in fields(MoEConfig)]
+    pairs = [(name, getattr(a.config, name), getattr(b.config, name)) for name in names]
+    pairs.append(("trace", a.trace, b.trace))
     return ", ".join(f"{name} is {x!r} and {y!r}" for name, x, y in pairs if x != y)
 
 
