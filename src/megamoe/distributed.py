@@ -173,8 +173,9 @@ class SymmetricMoE:
 
     def warmup(self, weights: KernelWeights, *, tokens: Sequence[int] | None = None) -> None:
         """Compile and load every kernel that calls with these numbers of tokens need, for
-        :meth:`chain` too if it is set up, then make one call without tokens, after which nothing
-        is done for the first time any more.  Collective.
+        :meth:`chain` too if it is set up, then make one call without tokens (it counts in the
+        numbers of calls that errors name), after which nothing is done for the first time any
+        more.  Collective.
 
         tokens: None for all numbers up to the capacity (at most four tile policies); 0 is always
         among them. Processes that share Triton's cache compile one at a time, so each kernel is
