@@ -19,9 +19,9 @@ from statistics import median
 
 import torch
 
-from megamoe.bench import machine, require_gpus
-from megamoe.bench_cases import choose_experts, random_inputs, random_weights, shape_fields
-from megamoe.bench_timing import DEVICE, Alone, LocalEngine, Timer
+from megamoe.bench.cases import choose_experts, random_inputs, random_weights, shape_fields
+from megamoe.bench.run import machine, require_gpus
+from megamoe.bench.timing import DEVICE, Alone, LocalEngine, Timer
 from megamoe.config import MoEConfig
 from megamoe.plan import BLOCK_MS
 

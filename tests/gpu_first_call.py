@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 
 from megamoe import MoEConfig
-from megamoe.bench_cases import choose_experts, random_weights
-from megamoe.compile_lock import cache_directory
+from megamoe.bench.cases import choose_experts, random_weights
 from megamoe.distributed import SymmetricMoE
+from megamoe.ranks.compile_lock import cache_directory
 
 SHAPE = {"hidden": 2048, "intermediate": 1024, "experts": 16, "topk": 4, "capacity": 8192}
 TOKENS = 256

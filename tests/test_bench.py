@@ -15,9 +15,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megamoe import bench, bench_report, bench_timing
-from megamoe.bench import BenchOptions, Row
-from megamoe.bench_cases import (
+from megamoe.bench import report as bench_report
+from megamoe.bench import run as bench
+from megamoe.bench import timing as bench_timing
+from megamoe.bench.cases import (
     BenchError,
     Limits,
     choose_experts,
@@ -26,6 +27,7 @@ from megamoe.bench_cases import (
     shape_fields,
     work_of,
 )
+from megamoe.bench.run import BenchOptions, Row
 from megamoe.cli import main
 from megamoe.config import RECIPES, MoEConfig, validate_inputs
 from megamoe.launch import InterpreterBackend

@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 from helpers import Layer, make_config
 
-from megamoe import distributed, ops
-from megamoe.compile_lock import cache_directory, compile_lock
+from megamoe import distributed
 from megamoe.config import MegaMoEInputError
 from megamoe.diagnosis import Failure, awaited_ranks, explain, failure_of, missing_ranks
 from megamoe.distributed import SymmetricMoE
-from megamoe.group_memory import Party, SharedMemory
-from megamoe.lane import Lane, tile_policies
-from megamoe.meeting import Meeting, MeetingError
 from megamoe.plan import Plan
+from megamoe.ranks import ops
+from megamoe.ranks.compile_lock import cache_directory, compile_lock
+from megamoe.ranks.lane import Lane, tile_policies
+from megamoe.ranks.meeting import Meeting, MeetingError
+from megamoe.ranks.memory import Party, SharedMemory
+from megamoe.ranks.topology import Gpu, Member, why_no_access, why_not_gpu, why_not_together
 from megamoe.symmetric import MegaMoEError, SymmetricBuffer
-from megamoe.topology import Gpu, Member, why_no_access, why_not_gpu, why_not_together
 
 H200 = Gpu(host="a", host_name="node1", uuid="0", name="H200", capability=(9, 0), sms=132)
 

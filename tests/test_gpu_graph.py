@@ -16,7 +16,7 @@ from megamoe import MegaMoEError, MoEConfig
 from megamoe.config import MegaMoEInputError, RankInputs
 from megamoe.distributed import SymmetricMoE
 from megamoe.plan import Plan
-from megamoe.staging import stage
+from megamoe.ranks.staging import stage
 from megamoe.symmetric import SymmetricBuffer
 
 pytestmark = ON_GPU

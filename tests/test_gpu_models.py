@@ -16,7 +16,7 @@ from gpu_helpers import ON_GPU, precompile, random_call, weights_for
 from helpers import same_bits
 
 from megamoe import MegaMoE, MoEConfig
-from megamoe.bench_cases import random_weights
+from megamoe.bench.cases import random_weights
 from megamoe.reference import BOUNDS, compare, moe_reference
 
 pytestmark = ON_GPU

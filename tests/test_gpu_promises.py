@@ -30,17 +30,17 @@ from gpu_helpers import ON_GPU, compile_ahead, weights_for
 from test_staging import inputs_of, wanted
 
 from megamoe import MegaMoE, MoEConfig
-from megamoe.bench_cases import choose_experts, random_inputs, random_weights
-from megamoe.bench_timing import UNTIMED, Alone, Timer
+from megamoe.bench.cases import choose_experts, random_inputs, random_weights
+from megamoe.bench.timing import UNTIMED, Alone, Timer
 from megamoe.checkpoint import CheckpointExperts, ExpertWeights, quantise_experts
 from megamoe.cli import main
 from megamoe.config import RECIPES, RankInputs
 from megamoe.distributed import SymmetricMoE
-from megamoe.lane import tile_policies
 from megamoe.launch import FUSED, GluonBackend
 from megamoe.plan import Plan
+from megamoe.ranks.lane import tile_policies
+from megamoe.ranks.staging import stage, stage_specs
 from megamoe.reference import BOUNDS, compare
-from megamoe.staging import stage, stage_specs
 from megamoe.symmetric import SymmetricBuffer
 from megamoe.weights import pack_weights
 

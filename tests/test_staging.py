@@ -20,7 +20,7 @@ from megamoe.interpreter import Machine
 from megamoe.kernel import compat
 from megamoe.kernel.stage import stage_kernel
 from megamoe.plan import Plan
-from megamoe.staging import OPTIONS, spec_of, stage_on_interpreter, stage_specs
+from megamoe.ranks.staging import OPTIONS, spec_of, stage_on_interpreter, stage_specs
 from megamoe.symmetric import SymmetricBuffer
 
 SEED = 5

@@ -18,14 +18,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megamoe import timeline, timeline_gpus
-from megamoe.bench_cases import BenchError
+from megamoe.bench.cases import BenchError
 from megamoe.cli import main
 from megamoe.interpreter.cost import H200
 from megamoe.launch import FUSED
 from megamoe.plan import MATH_PARTITIONS, ROLES, Plan
 from megamoe.symmetric import MegaMoEError
-from megamoe.timeline import (
+from megamoe.timeline import events as timeline
+from megamoe.timeline import gpus as timeline_gpus
+from megamoe.timeline.events import (
     COMBINE,
     COMMUNICATE,
     LINEAR1,
@@ -40,7 +41,7 @@ from megamoe.timeline import (
     Event,
     TimelineError,
 )
-from megamoe.timeline_trial import make, places_for
+from megamoe.timeline.trial import make, places_for
 
 SHAPE = "256,256,4,2"
 
@@ -222,7 +223,7 @@ def test_an_expander_waits_and_expands(role):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_picture(tmp_path, ranks):
     pytest.importorskip("matplotlib")
-    from megamoe import timeline_plot
+    from megamoe.timeline import plot as timeline_plot
 
     extra = [Event(0, 0, role, LINEAR1, 0, 0, 1000, 1000, 1100) for role in range(8, len(ROLES))]
     events = [event._replace(rank=rank) for rank in range(ranks) for event in BY_HAND + extra]
@@ -524,7 +525,7 @@ def test_trace_command(tmp_path, capsys):
 
 
 def test_trace_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
-    from megamoe import timeline_plot
+    from megamoe.timeline import plot as timeline_plot
 
     def missing():
         raise BenchError("a picture needs matplotlib, which is not installed")

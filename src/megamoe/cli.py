@@ -53,10 +53,10 @@ def _faults() -> tuple[type[Exception], ...]:
 def _refusals() -> tuple[type[Exception], ...]:
     """The exceptions whose message is for the user; any other is a bug and keeps its trace."""
     try:
-        from megamoe.bench_cases import BenchError
+        from megamoe.bench.cases import BenchError
         from megamoe.checkpoint import WeightsError
         from megamoe.config import MegaMoEConfigError, MegaMoEInputError
-        from megamoe.timeline import TimelineError
+        from megamoe.timeline.events import TimelineError
         from megamoe.trial import TrialError
     except (ImportError, OSError):  # torch is missing or broken: the doctor says so itself
         return (doctor.BackendError, OSError)

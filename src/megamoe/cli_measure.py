@@ -72,7 +72,8 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from megamoe import bench, bench_report
+    from megamoe.bench import report as bench_report
+    from megamoe.bench import run as bench
 
     options = bench.BenchOptions(
         shapes=tuple(arguments.shape),
@@ -155,7 +156,9 @@ def _add_trace(commands: Any) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from megamoe import bench_cases, timeline, timeline_plot
+    from megamoe.bench import cases as bench_cases
+    from megamoe.timeline import events as timeline
+    from megamoe.timeline import plot as timeline_plot
 
     trial = _trial(arguments)
     print(f"{trial.title}, seed {arguments.seed}")
@@ -176,8 +179,9 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _trial(arguments: argparse.Namespace) -> Any:
     """The call to be recorded; both kinds have a title and record()."""
-    from megamoe import timeline_gpus, timeline_trial
-    from megamoe.bench_cases import BenchError
+    from megamoe.bench.cases import BenchError
+    from megamoe.timeline import gpus as timeline_gpus
+    from megamoe.timeline import trial as timeline_trial
 
     given = {
         "shape": arguments.shape,

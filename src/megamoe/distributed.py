@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megamoe import diagnosis, ops, staging
+from megamoe import diagnosis
 from megamoe.chain import chain_plan
-from megamoe.compile_lock import compile_lock
 from megamoe.config import MegaMoEInputError, MoEConfig, RankInputs, validate_inputs
-from megamoe.group_memory import allocate_alone, allocate_local, find_party, join_memory
-from megamoe.lane import Lane, StatusWatch, tile_policies
 from megamoe.launch import CHAIN, FUSED, Launch
-from megamoe.meeting import Meeting, MeetingError
 from megamoe.plan import Plan
-from megamoe.symmetric import MegaMoEError
-from megamoe.topology import (
+from megamoe.ranks import ops, staging
+from megamoe.ranks.compile_lock import compile_lock
+from megamoe.ranks.lane import Lane, StatusWatch, tile_policies
+from megamoe.ranks.meeting import Meeting, MeetingError
+from megamoe.ranks.memory import allocate_alone, allocate_local, find_party, join_memory
+from megamoe.ranks.topology import (
     Member,
     Probe,
     unreachable,
@@ -29,6 +29,7 @@ from megamoe.topology import (
     why_not_gpu,
     why_not_together,
 )
+from megamoe.symmetric import MegaMoEError
 from megamoe.weights import KernelWeights
 
 if TYPE_CHECKING:
@@ -292,8 +293,8 @@ class SymmetricMoE:
 
     def take_trace(self) -> torch.Tensor:
         """Wait for the device, and take away what this rank has recorded since the last time: the
-        rows that :func:`megamoe.timeline.read` reads, int64 [programs * roles * trace, 4], on the
-        CPU.  A call writes over what the call before has recorded.
+        rows that :func:`megamoe.timeline.events.read` reads, int64 [programs * roles * trace, 4],
+        on the CPU.  A call writes over what the call before has recorded.
         """
         if not self.trace:
             raise MegaMoEError("nothing is recorded: make the object with trace=N on all ranks")
@@ -354,7 +355,7 @@ class SymmetricMoE:
         out: torch.Tensor,
         chain: bool,
     ) -> None:
-        """The call itself, for :mod:`megamoe.ops`; everything is checked before anything is
+        """The call itself, for :mod:`megamoe.ranks.ops`; everything is checked before anything is
         written.
         """
         lane = self._lane(chain=chain)

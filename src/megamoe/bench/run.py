@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from megamoe.bench_cases import (
+from megamoe.bench.cases import (
     ROUTINGS,
     BenchError,
     Limits,
@@ -37,7 +37,7 @@ from megamoe.bench_cases import (
     shape_fields,
     work_of,
 )
-from megamoe.bench_timing import (
+from megamoe.bench.timing import (
     DEVICE,
     Alone,
     Engine,
@@ -60,7 +60,7 @@ TIMEOUT_S = 10.0  # of a wait in the kernel
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to run.  shapes: see :func:`~megamoe.bench_cases.shape_fields`; tokens per rank.
+    """What to run.  shapes: see :func:`~megamoe.bench.cases.shape_fields`; tokens per rank.
 
     api: "symmetric" (megamoe.distributed.SymmetricMoE) or "local" (what megamoe.MegaMoE does, one
     GPU only).

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megamoe.config import MoEConfig
-from megamoe.meeting import Store
 from megamoe.plan import STATUS_WORDS, Plan
+from megamoe.ranks.meeting import Store
 from megamoe.symmetric import MegaMoEError
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from megamoe.config import MegaMoEInputError
-from megamoe.group_memory import SharedMemory
 from megamoe.launch import OPTIONS, Launch, compile_launch, compiled_kernels, fixed_arguments
 from megamoe.plan import STATUS_REPORTED, TILES, KernelSpec, Plan, TilePolicy
+from megamoe.ranks.memory import SharedMemory
 from megamoe.symmetric import MegaMoEError, SymmetricBuffer
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megamoe.bench_cases import (
+from megamoe.bench.cases import (
     BenchError,
     choose_experts,
     random_inputs,
@@ -18,7 +18,7 @@ from megamoe.forward import choose_backend, default_programs
 from megamoe.kernel.combine import COMBINE_COLUMNS, COMBINE_TOKENS
 from megamoe.launch import GluonBackend, InterpreterBackend
 from megamoe.plan import MATH_PARTITIONS, Plan, ceil_div
-from megamoe.timeline import Timeline, record
+from megamoe.timeline.events import Timeline, record
 
 DEFAULT_SHAPE = {"gluon": "flash", "interpreter": "512,256,8,4"}
 GPU_CALLS = 3  # the last one is recorded: the first ones compile, and fill the caches
@@ -52,7 +52,7 @@ def make(
 ) -> TimelineTrial:
     """Random weights and inputs for `tokens` tokens on each of `ranks` ranks of this process.
 
-    shape: see :func:`~megamoe.bench_cases.shape_fields`; None for one that suits the backend.
+    shape: see :func:`~megamoe.bench.cases.shape_fields`; None for one that suits the backend.
     events: places for events of each role of a program; None for as many as the call needs.
     Raises BenchError, MegaMoEConfigError, or RuntimeError for a backend that cannot run here.
     """

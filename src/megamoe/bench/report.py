@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megamoe.bench import BenchOptions, Limits, Row
-from megamoe.bench_cases import BenchError
+from megamoe.bench.cases import BenchError
+from megamoe.bench.run import BenchOptions, Limits, Row
 
 FORMAT = "megamoe-bench-1"
 ALLOWED_LOSS = 0.08  # of the fraction of the floor, before a check fails

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megamoe.bench_report import require_matplotlib
+from megamoe.bench.report import require_matplotlib
 from megamoe.plan import ROLES
-from megamoe.timeline import (
+from megamoe.timeline.events import (
     COMMUNICATE,
     LOAD_TOKENS,
     LOAD_WEIGHTS,

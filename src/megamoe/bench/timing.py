@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from megamoe.bench_cases import Limits
+from megamoe.bench.cases import Limits
 from megamoe.chain import chain_plan
 from megamoe.config import MoEConfig, RankInputs
 from megamoe.forward import default_programs

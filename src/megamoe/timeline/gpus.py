@@ -9,21 +9,21 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megamoe.bench import TIMEOUT_S, free_port, join_ranks
-from megamoe.bench_cases import (
+from megamoe.bench.cases import (
     BenchError,
     choose_experts,
     random_inputs,
     random_weights,
     shape_fields,
 )
-from megamoe.bench_timing import DEVICE, DEVICE_HZ, FLUSH_BYTES, Ranks
+from megamoe.bench.run import TIMEOUT_S, free_port, join_ranks
+from megamoe.bench.timing import DEVICE, DEVICE_HZ, FLUSH_BYTES, Ranks
 from megamoe.config import MoEConfig
 from megamoe.forward import why_not_gluon
 from megamoe.plan import Plan
 from megamoe.symmetric import MegaMoEError
-from megamoe.timeline import Timeline, align, read
-from megamoe.timeline_trial import DEFAULT_SHAPE, places_for
+from megamoe.timeline.events import Timeline, align, read
+from megamoe.timeline.trial import DEFAULT_SHAPE, places_for
 
 CALLS = 3  # the last one is recorded
 HIDDEN_S = 5e-3  # the device waits so long that the host has queued the call
