@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megamoe.bench import run as bench_run
 from megamoe.bench.cases import BenchError
 from megamoe.cli import main
 from megamoe.interpreter.cost import H200
@@ -396,7 +397,7 @@ def test_several_gpus_are_refused_in_one_line(extra, says, capsys):
 
 
 def test_more_gpus_than_there_are_and_places_by_default(monkeypatch):
-    monkeypatch.setattr(timeline_gpus, "why_not_gluon", lambda config: None)
+    monkeypatch.setattr(bench_run, "why_not_gluon", lambda config: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         torch.cuda,

@@ -157,7 +157,7 @@ class KernelSpec:
         """Rows of four-byte factors that come with a stage of weights: each is for 128 of K and
         holds a scale (fp8_block) or four exponent offsets (mxfp4) for every weight row.
         """
-        return self.block_k // 128 if self.recipe in ("fp8_block", "mxfp4") else 0
+        return factor_rows(self.recipe, self.block_k)
 
     @property
     def packed_bytes(self) -> int:
@@ -299,6 +299,11 @@ def align_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
+def factor_rows(recipe: str, block_k: int) -> int:
+    """See :attr:`KernelSpec.factor_rows`."""
+    return block_k // 128 if recipe in ("fp8_block", "mxfp4") else 0
+
+
 def max_blocks(config: MoEConfig, block_m: int) -> int:
     """Pool blocks one rank can need, whatever the routing: every row of every rank may come
     here.
@@ -324,7 +329,7 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     else:
         block_k, x_bytes = 128, 1
     stage = (BLOCK_N + block_m) * block_k * x_bytes
-    factors = BLOCK_N * block_k // 128 * 4
+    factors = 4 * factor_rows(config.recipe, block_k) * BLOCK_N
     room = SHARED_BYTES - SHARED_SCRATCH
     expanders = 0 if config.recipe != "mxfp4" else 1 if block_m == 128 else 2
     if expanders:

@@ -310,15 +310,23 @@ def _measure_all(options: BenchOptions, ranks: Ranks, limits: Limits) -> Iterato
 # --- running -----------------------------------------------------------------------------------
 
 
-def require_gpus(gpus: int) -> None:
-    """Raise BenchError if this machine cannot run the benchmark."""
-    config = MoEConfig(hidden=256, intermediate=256, experts=1, topk=1, capacity=1, recipe="bf16")
+def require_gpus(
+    gpus: int,
+    *,
+    config: MoEConfig | None = None,
+    use: str = "bench times",
+    instead: str = "megamoe trace --backend interpreter shows a timeline with simulated time",
+) -> None:
+    """Raise BenchError if this machine cannot run the compiled kernel on so many GPUs.
+
+    config: of the kernel; None for the smallest. use, instead: for the message.
+    """
+    config = config or MoEConfig(
+        hidden=256, intermediate=256, experts=1, topk=1, capacity=1, recipe="bf16"
+    )
     reason = why_not_gluon(config)
     if reason is not None:
-        raise BenchError(
-            f"bench times the compiled kernel, which cannot run here: {reason}. "
-            "(megamoe trace --backend interpreter shows a timeline with simulated time)"
-        )
+        raise BenchError(f"{use} the compiled kernel, which cannot run here: {reason}. ({instead})")
     found = torch.cuda.device_count()
     if gpus > found:
         raise BenchError(f"--gpus {gpus}, but {found} GPUs are visible")

@@ -223,12 +223,6 @@ class SymmetricEngine:
     def call(self, inputs: RankInputs) -> torch.Tensor:
         return self._moe.forward(weights=self._weights, **_arguments(inputs))
 
-    def _in_place(self, tokens: int) -> dict[str, None]:
-        if tokens != self._tokens:
-            self._moe.inputs(tokens)
-            self._tokens = tokens
-        return {"x": None, "topk_idx": None, "topk_weights": None}
-
     def check(self) -> None:
         self._moe.check()
 

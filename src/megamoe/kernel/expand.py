@@ -104,7 +104,7 @@ def expand_block(rings, source, stage, BLOCK: gl.constexpr, spec: gl.constexpr):
     by_row: gl.constexpr = gl.BlockedLayout([1, 64], [32, 1], [gl.num_warps(), 1], [1, 0])
     # a plain view, one row of offsets for each 128 of K of each stage
     VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BLOCKS: gl.constexpr = spec.block_k // 128
+    BLOCKS: gl.constexpr = spec.factor_rows
     STAGES: gl.constexpr = spec.packed_stages
     plain = reinterpret(rings.factors, gl.int32, [STAGES * BLOCKS, ROWS], VIEW)
     offsets = plain.index(source * BLOCKS + BLOCK).load(gl.SliceLayout(1, by_row))
@@ -121,7 +121,7 @@ def expand_tile(rings, step, STEPS: gl.constexpr, WHICH: gl.constexpr, spec: gl.
     """This expander's share of a tile's stages: 256 of K in turn, so that the way through the
     barriers is paid once for both halves.
     """
-    BLOCKS: gl.constexpr = spec.block_k // 128
+    BLOCKS: gl.constexpr = spec.factor_rows
     TURN: gl.constexpr = 2 // BLOCKS
     for k in range(WHICH * TURN, STEPS, spec.expanders * TURN):
         for t in gl.static_range(TURN):

@@ -16,10 +16,9 @@ from megamoe.bench.cases import (
     random_weights,
     shape_fields,
 )
-from megamoe.bench.run import TIMEOUT_S, free_port, join_ranks
+from megamoe.bench.run import TIMEOUT_S, free_port, join_ranks, require_gpus
 from megamoe.bench.timing import DEVICE, DEVICE_HZ, FLUSH_BYTES, Ranks
 from megamoe.config import MoEConfig
-from megamoe.forward import why_not_gluon
 from megamoe.plan import Plan
 from megamoe.symmetric import MegaMoEError
 from megamoe.timeline.events import Timeline, align, read
@@ -125,15 +124,13 @@ def make(
 
 def _programs(config: MoEConfig) -> int:
     """Programs that every rank will have."""
-    reason = why_not_gluon(config)
-    if reason is not None:
-        raise BenchError(
-            f"--gpus records the compiled kernel, which cannot run here: {reason}. (--ranks N "
-            "simulates the ranks in one process, with --backend interpreter on any CPU)"
-        )
-    found = torch.cuda.device_count()
-    if config.ranks > found:
-        raise BenchError(f"--gpus {config.ranks}, but {found} GPUs are visible")
+    require_gpus(
+        config.ranks,
+        config=config,
+        use="--gpus records",
+        instead="--ranks N simulates the ranks in one process, with --backend interpreter on any "
+        "CPU",
+    )
     each = [torch.cuda.get_device_properties(n) for n in range(config.ranks)]
     return max(1, min(gpu.multi_processor_count for gpu in each) - config.reserve_sms)
 
