@@ -58,10 +58,13 @@ WAITS = [
         "ring slot is taken a tile early", "gl.where(block >= spec.ring_blocks, spec.l2_tiles, 0)",
         "gl.where(block >= spec.ring_blocks, spec.l2_tiles - 1, 0)", "DataRace", "ring",
     ),
-    broken("combine does not wait", "wait_sys(arrivals + token, active,",
-           "wait_sys(arrivals + token, active * 0,", "UnwrittenRead or DataRace"),
-    broken("combine waits for one partial", "wait_sys(arrivals + token, active,",
-           "wait_sys(arrivals + token, gl.minimum(active, 1),", "UnwrittenRead or DataRace"),
+    broken("combine does not wait", "wait_sys(arrivals_of(ctx) + token, active,",
+           "wait_sys(arrivals_of(ctx) + token, active * 0,", "UnwrittenRead or DataRace"),
+    broken("combine waits for one partial", "wait_sys(arrivals_of(ctx) + token, active,",
+           "wait_sys(arrivals_of(ctx) + token, gl.minimum(active, 1),",
+           "UnwrittenRead or DataRace"),
+    broken("tokens combined between pulls before they are complete", "peek_sys(arrivals_of(ctx)",
+           "100 + peek_sys(arrivals_of(ctx)", "UnwrittenRead or DataRace", "ring"),
     broken("signal does not wait for the math", "mbarrier.wait(rings.tile_done.index(", "max((",
            "DataRace"),
 ]  # fmt: skip
@@ -69,6 +72,7 @@ WAITS = [
 # --- order, scope, barriers and fences of signals ----------------------------------------------
 
 POLL = "ld.acquire.SCOPE.global.b32 v, [$1];"
+PEEK = "ld.acquire.sys.global.b32 $0, [$1];"
 POLL_SYS = 'POLL_SYS = gl.constexpr(_POLL.replace("SCOPE", "sys"))'
 TILE = 'gl.atomic_add(flag, 1, sem="release", scope="gpu")'
 ROWS = 'gl.atomic_add(flags, amounts, mask=mask, sem="release", scope="gpu")'
@@ -93,6 +97,8 @@ def weaker(name: str, text: str, old: str, new: str, caught_as: str, scene: str 
 SIGNALS = [
     weaker("polls without acquire", POLL, "acquire", "relaxed", "DataRace"),
     weaker("polls peers at gpu scope", POLL_SYS, '"sys"', '"gpu"', "DataRace"),
+    weaker("peeks without acquire", PEEK, "acquire", "relaxed", "DataRace", "two rings"),
+    weaker("peeks at gpu scope", PEEK, "sys", "gpu", "DataRace", "two rings"),
     weaker("L1 tile signalled without release", TILE, "release", "relaxed", "DataRace"),
     weaker("rows signalled without release", ROWS, "release", "relaxed", "DataRace"),
     weaker("flags raised without release", FLAGS, "release", "relaxed", "DataRace"),
@@ -156,8 +162,8 @@ MBARRIERS = [
     broken("amax_full: three arrivals", AMAX_COUNT, f"{AMAX_COUNT} + 1", "Deadlock"),
     broken("fewer bytes expected", EXPECT, f"{EXPECT} - 16", "BarrierFault or SharedMemoryRace"),
     broken("more bytes expected", EXPECT, f"{EXPECT} + 16", "Deadlock"),
-    broken("bytes of the scales not expected", "spec.stage_bytes_x + scale_bytes, spec.stages",
-           "spec.stage_bytes_x, spec.stages", "BarrierFault"),
+    broken("bytes of the scales not expected", "half_bytes + scale_bytes, spec.stages",
+           "half_bytes, spec.stages", "BarrierFault"),
     broken("stage read a phase early", "(step // STAGES) & 1) return stage",
            "((step // STAGES) & 1) ^ 1)\n    return stage", "UnwrittenRead or SharedMemoryRace"),
     broken("stage filled a phase late", "((step // STAGES) & 1) ^ 1)", "(step // STAGES) & 1)",
@@ -197,8 +203,8 @@ RINGS = [
            "part, second = warpgroup_mma_wait(0, deps=[part, second])",
            "part, second = warpgroup_mma_wait(1, deps=[part, second])",
            "AsyncFault or SharedMemoryRace"),
-    broken("fp8: second of a pair is the first", "second = begin_group(a, b, g + 1,",
-           "second = begin_group(a, b, g,", "wrong bits"),
+    broken("fp8: second of a pair is the first", "second = begin_group(spec, rings, stage, g + 1,",
+           "second = begin_group(spec, rings, stage, g,", "wrong bits"),
     broken("fp8: second of a pair takes the scales of the first",
            "second_scale = group_scales(spec, rings, stage, g + 1,",
            "second_scale = group_scales(spec, rings, stage, g,", "wrong bits"),
@@ -219,8 +225,9 @@ CODES_WAIT = f"mbarrier.wait(rings.packed_full.index({CODES}), (s // spec.packed
 FREE_WAIT = f"mbarrier.wait(rings.empty.index({STAGE}), ((s // spec.stages) & 1) ^ 1)"
 FULL = f"mbarrier.arrive(rings.full.index({STAGE}), count=1)"
 FREED = f"mbarrier.arrive(rings.packed_empty.index({CODES}), count=1)"
-EXPAND = f"expand_block(rings, {CODES}, {STAGE}, block, spec)"
-OFFSETS, SHIFT = "plain.index(source * BLOCKS + BLOCK)", "shift = (16 * gl.arange"
+EXPAND = f"expand_stage(rings, {CODES}, {STAGE}, spec)"
+OFFSETS, SHIFT = "plain.index(source * BLOCKS + turn)", "shift = 16 * (part % 2)"
+MORE = "plain.index(source * BLOCKS + 1)"
 # of expanders, and of the math where factors are scales (fp8_block)
 FACTORS_LOAD = "(expert * STEPS + k) * spec.factor_rows"
 FACTORS_ROW = "tma_load(factors, [factor, row],"
@@ -235,8 +242,8 @@ def expander(name: str, old: str, new: str, caught_as: str) -> list[Mutation]:
 
 def too_soon(name: str, arrival: str, caught_as: str) -> list[Mutation]:
     """The arrival made before the stage is expanded."""
-    early = f"{FREE_WAIT}\n            {arrival}\n            for block in"
-    edits = ((arrival, "s + 0"), (f"{FREE_WAIT} for block in", early))
+    early = f"{FREE_WAIT}\n            {arrival}\n            expand_stage"
+    edits = ((arrival, "s + 0"), (f"{FREE_WAIT} expand_stage", early))
     return [Mutation(f"{name}, {s}", edits, caught_as, s) for s in (NARROW, WIDE)]
 
 
@@ -255,7 +262,9 @@ EXPANDERS = [
               "SharedMemoryRace or UnwrittenRead"),
     *expander("from the next stage", EXPAND, EXPAND.replace(CODES, "(s + 1) % spec.packed_stages"),
               "SharedMemoryRace or UnwrittenRead"),
-    broken("offsets of the stage's first block", OFFSETS, OFFSETS.replace(" + BLOCK", ""),
+    broken("offsets of the stage's first block", MORE, MORE.replace(" + 1", ""), "wrong bits",
+           NARROW),
+    broken("offsets of the second half not used", "gl.where(part < 2, word, more)", "word",
            "wrong bits", NARROW),
     *expander("offsets of another stage", OFFSETS,
               OFFSETS.replace("source", "(source + 1) % STAGES"),
@@ -266,16 +275,12 @@ EXPANDERS = [
               FACTORS_LOAD.replace("expert", "0"), "wrong bits"),
     *expander("offsets of the first tile loaded", FACTORS_ROW, FACTORS_ROW.replace("row", "0"),
               "wrong bits"),
-    *expander("offset of the low block for the high one", "(offsets >> (shift + 8)) & 0xFF",
-              "(offsets >> shift) & 0xFF", "wrong bits"),
+    *expander("offset of the low block for the high one", "(word >> (shift + 8)) & 0xFF",
+              "(word >> shift) & 0xFF", "wrong bits"),
     *expander("offsets of the first half for both", SHIFT, SHIFT.replace("16", "0"), "wrong bits"),
-    broken("codes of the stage's first block", "codes.slice(64 * BLOCK, 64, 1)",
-           "codes.slice(0, 64, 1)", "wrong bits", NARROW),
-    broken("all into the stage's first block", "w.slice(128 * BLOCK, 128, 1)", "w.slice(0, 128, 1)",
-           "UnwrittenRead", NARROW),
-    broken("both expanders take the same stages", "range(WHICH * TURN, STEPS,", "range(0, STEPS,",
+    broken("both expanders take the same stages", "range(WHICH * TURN, steps,", "range(0, steps,",
            "SharedMemoryRace or BarrierFault", NARROW),
-    *expander("stages of a tile forgotten", "count=1) return step + STEPS",
+    *expander("stages of a tile forgotten", "count=1) return step + steps",
               "count=1)\n    return step",
               "SharedMemoryRace or BarrierFault or Deadlock or wrong bits"),
     broken("packed_full: two arrivals", "packed_full.index(i), count=1",
@@ -291,6 +296,31 @@ EXPANDERS = [
     broken("first stage loaded twice", LOAD_REST.format("k"), LOAD_REST.format("0"),
            "Deadlock or wrong bits or BarrierFault"),
     broken("first stage not loaded", "step, 0, k, rows", "step, k, k, rows", "Deadlock"),
+]  # fmt: skip
+
+# --- wide tiles: a partition without tokens -----------------------------------------------------
+
+IDLE = "PART * ROWS >= valid"
+PASSED = "mbarrier.arrive(rings.empty.index(stage), count=1) step += 1 return step"
+PASSING = "for _ in range(stages): stage = take_stage(rings, step, STAGES)"
+SECOND_HALF = "(spec.block_m > BOX) and (valid > BOX)"
+WIDE_TILES = [
+    broken("rows of the second half not loaded", SECOND_HALF,
+           SECOND_HALF.replace("valid > BOX", "valid > BOX + 1"), "UnwrittenRead", "half"),
+    broken("bytes of a whole block expected for half of one", "half_bytes + scale_bytes",
+           "spec.stage_bytes_x + scale_bytes", "Deadlock", "fp8 wide"),
+    broken("second half loaded into the first", "x.slice(spec.block_m - BOX, BOX, 0)",
+           "x.slice(0, BOX, 0)", "SharedMemoryRace or UnwrittenRead", "half"),
+    broken("a partition with a token passes by", IDLE, "PART * ROWS + 1 >= valid",
+           "UnwrittenRead or wrong bits", "half"),
+    broken("a partition without tokens does not wait", PASSING,
+           "for _ in range(stages):\n        stage = step % STAGES",
+           "SharedMemoryRace or BarrierFault or Deadlock", "fp8 wide"),
+    broken("a partition without tokens holds the stage", PASSED, "step += 1\n    return step",
+           "Deadlock", "fp8 wide"),
+    broken("stages passed by forgotten", PASSED,
+           "mbarrier.arrive(rings.empty.index(stage), count=1)\n    return step",
+           "Deadlock or BarrierFault or SharedMemoryRace", "fp8 wide"),
 ]  # fmt: skip
 
 # --- weight scales of fp8_block, which come with their stage ------------------------------------
@@ -400,11 +430,20 @@ COUNTERS = [
            "DataRace or Deadlock"),
     broken("one set of counters", "rank, tokens, epoch, epoch & 1,", "rank, tokens, epoch, 0,",
            "DataRace or Deadlock or UnwrittenRead"),
+    broken("claims not cleared", "gl.store(claimed + gl.program_id(0), 0)", "pass",
+           "wrong bits", "long"),
+    broken("claims taken over and over", "claim = ahead return event", "return event",
+           "DataRace or wrong bits", "long"),
+    broken("tokens numbered from 1", "[:, None] < key[None, :]", "[:, None] <= key[None, :]",
+           "DataRace or wrong bits", "long"),
+    broken("the first tokens for every claim", "own_tokens(ctx, claim // shares, layout) start",
+           "own_tokens(ctx, 0, layout)\n        start", "DataRace or wrong bits", "long"),
     broken("padding rows not counted", "signal_rows(arrived + block, 1 + padding, real)",
            "signal_rows(arrived + block, 1, real)", "Deadlock"),
 ]  # fmt: skip
 
-MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *EXPANDERS, *SCALES, *ORDER, *REBASE, *COUNTERS]
+TILES = [*EXPANDERS, *WIDE_TILES, *SCALES]
+MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *TILES, *ORDER, *REBASE, *COUNTERS]
 
 # (mutation, why nothing comes to light)
 NOT_CAUGHT = [

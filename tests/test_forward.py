@@ -425,6 +425,20 @@ def test_ring_slots_are_used_again(form, block_m, ranks, experts, tokens, topk, 
     check_call(moe, layer, call)
 
 
+# --- wide blocks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [64, 65, 128, 129, 192, 193], ids=str)
+@pytest.mark.parametrize("form", ONE_OF_EACH, ids=name_of)
+def test_blocks_of_which_one_partition_has_no_tokens(form, rows):
+    """In wide tiles each math partition has 64 tokens of a block; here experts leave the second
+    none, one, or all of them.
+    """
+    layer = Layer(make_config(form, capacity=rows, topk=1, block_m=128))
+    call = make_call(layer.config, rows, seed=rows, routing="one_expert")
+    check_call(layer.model(), layer, call)
+
+
 # --- external oracle ---------------------------------------------------------------------------
 
 

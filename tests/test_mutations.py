@@ -80,6 +80,7 @@ def uneven(config: MoEConfig, tokens: int, g: torch.Generator) -> torch.Tensor:
 TWO_RANKS = {"ranks": 2, "experts": 6, "capacity": 5}
 LONG = {"hidden": 512, "intermediate": 512}
 ONE_RANK = {"experts": 20, "topk": 4, "capacity": 5, "block_m": 128}
+MANY = {"ranks": 2, "experts": 40, "topk": 1, "capacity": 40, "block_m": 128}
 SCENES = {
     # a few blocks and tokens, fewer, more: what was not cleared is met again by the third call
     "calls": Scene(Layer(make_config(**TWO_RANKS)), 2, ((3, 2), (1, 0), (4, 3))),
@@ -99,7 +100,23 @@ SCENES = {
     "mxfp4 wide": Scene(
         Layer(make_config(("mxfp4", "token"), block_m=128, **LONG, **TWO_RANKS)), 1, ((4, 4),)
     ),
+    # every program has tokens of its own, more than are added up at once
+    "long": Scene(
+        Layer(make_config(("fp8", "token"), **(TWO_RANKS | {"capacity": 9}))), 1, ((8, 5),) * 3
+    ),
+    # a second partition without tokens, and with one; rings longer than a tile
+    "fp8 wide": Scene(
+        Layer(make_config(("fp8", "token"), block_m=128, **LONG, **TWO_RANKS)), 1, ((4, 4),)
+    ),
+    "half": Scene(
+        Layer(make_config(("fp8", "token"), experts=2, topk=1, capacity=65, block_m=128)),
+        4,  # each with one tile of L1
+        ((65,),),
+        "one_expert",
+    ),
     "crowded": Scene(Layer(make_config(("bf16", "none"), **TWO_RANKS)), 2, ((5, 4),), uneven),
+    # the first tokens are complete before the last rows are pulled
+    "two rings": Scene(Layer(make_config(("fp8", "token"), **MANY)), 1, ((40, 40),)),
     "ring": Scene(Layer(make_config(("fp8", "token"), **ONE_RANK)), 1, ((5,),)),
 }
 

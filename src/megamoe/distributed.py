@@ -15,7 +15,7 @@ from megamoe import diagnosis
 from megamoe.chain import chain_plan
 from megamoe.config import MegaMoEInputError, MoEConfig, RankInputs, validate_inputs
 from megamoe.launch import CHAIN, FUSED, Launch
-from megamoe.plan import Plan
+from megamoe.plan import Plan, TilePolicy
 from megamoe.ranks import ops, staging
 from megamoe.ranks.compile_lock import compile_lock
 from megamoe.ranks.lane import Lane, StatusWatch, tile_policies
@@ -174,8 +174,8 @@ class SymmetricMoE:
 
     def warmup(self, weights: KernelWeights, *, tokens: Sequence[int] | None = None) -> None:
         """Compile and load every kernel that calls with these numbers of tokens need, for
-        :meth:`chain` too if it is set up, then make one call without tokens (it counts in the
-        numbers of calls that errors name), after which nothing is done for the first time any
+        :meth:`chain` too if it is set up, then launch each of them without tokens (which counts in
+        the numbers of calls that errors name), after which nothing is done for the first time any
         more.  Collective.
 
         tokens: None for all numbers up to the capacity (at most four tile policies); 0 is always
@@ -201,7 +201,7 @@ class SymmetricMoE:
                     for spec in staging.stage_specs(each.plan):
                         staging.compile_stage(each.buffer, spec)
             self._meeting.barrier("warm-up")
-            self._call_without_tokens(weights)
+            self._call_without_tokens(weights, policies)
 
     def close(self) -> None:
         """Wait for this GPU and free the buffers.  Not collective; may be called twice."""
@@ -378,9 +378,17 @@ class SymmetricMoE:
         if watch is not None:
             watch.refresh()
 
-    def _call_without_tokens(self, weights: KernelWeights) -> None:
-        """The first launch of a process takes about a millisecond longer than the next ones."""
+    def _call_without_tokens(self, weights: KernelWeights, policies: Sequence[TilePolicy]) -> None:
+        """A kernel's first launch takes about half a millisecond longer than the next ones, and the
+        first call of a process as much again.
+        """
         config, device = self.config, self._fused.shared.memory.device
+        given, y = self._weights(weights), self._fused.spare
+        with torch.cuda.device(self.device):
+            for lane in self._lanes():
+                for policy in policies:
+                    for launch in lane.prepare(given, 0, y, policy):
+                        launch()
         self.forward(
             weights=weights,
             x=torch.empty(0, config.hidden, dtype=torch.bfloat16, device=device),

@@ -60,7 +60,7 @@ def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
         config.padded_intermediate,
     )
     w_box = (spec.block_n, spec.block_k // packed)
-    x_box = (spec.block_m, spec.block_k)
+    x_box = (spec.box_m, spec.block_k)
 
     def scales(region: str, rows: int, k: int) -> Tile:
         """Scales of K groups; where a recipe has none in the K loop, one box that nobody loads."""

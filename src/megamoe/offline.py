@@ -123,7 +123,7 @@ class Report:
     """The counts of one compiled kernel; see :class:`Compiled` for the first ones.
 
     loops: its K loops, in each math partition one of L1 and one of L2. expanders: the loops over
-    stages, two in each expander of MXFP4. stl, ldl: spill stores and loads anywhere.
+    blocks of codes, one in each expander of MXFP4. stl, ldl: spill stores and loads anywhere.
     reused_barriers: see :func:`megamoe.sass.reused_barriers`.
     """
 
@@ -315,10 +315,10 @@ def faults(found: Report, *, known_spills: tuple[int, int] = (0, 0)) -> list[str
     loops = 2 * MATH_PARTITIONS
     if len(found.loops) != loops:
         wrong.append(f"{len(found.loops)} K loops, expected {loops}: L1 and L2 of each partition")
-    stages = 2 * found.case.policy.expanders
-    if len(found.expanders) != stages:
+    expanders = found.case.policy.expanders
+    if len(found.expanders) != expanders:
         wrong.append(
-            f"{len(found.expanders)} loops of expanders, expected {stages}: L1 and L2 of each"
+            f"{len(found.expanders)} loops of expanders, expected {expanders}: one of each"
         )
     for name, spills, known in (
         ("K loops", found.loop_spills, known_spills),

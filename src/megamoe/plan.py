@@ -24,7 +24,8 @@ ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
 PULL_BYTES = 2048  # of each row that dispatch has in flight at once
 SMS_H200 = 132
 SHARED_BYTES = 232_448  # shared memory one CTA can have on sm_90
-SHARED_SCRATCH = 38_912  # left to the compiler for layout conversions and reductions
+# left to the compiler for layout conversions and reductions: by whether the tile is a wide one
+SHARED_SCRATCH = {False: 8_192, True: 17_408}
 
 ITEMSIZE = {
     "int8": 1,
@@ -81,7 +82,7 @@ class TilePolicy:
 
     A tile is ``block_n`` weight rows by ``block_m`` tokens; each math partition owns half of it.
     ``block_k`` columns of K travel in one stage; MXFP4 codes land in ``packed_stages`` of their
-    own, from which ``expanders`` warpgroups fill the stages.
+    own, from which ``expanders`` partitions of ``expand_warps`` fill the stages.
     """
 
     block_m: int
@@ -89,6 +90,7 @@ class TilePolicy:
     stages: int
     packed_stages: int
     expanders: int
+    expand_warps: int
     math_registers: int
     dispatch_registers: int
     expand_registers: int
@@ -127,6 +129,7 @@ class KernelSpec:
     stages: int
     packed_stages: int
     expanders: int
+    expand_warps: int  # of each expander
     pull_rows: int
     math_registers: int
     dispatch_registers: int
@@ -169,9 +172,19 @@ class KernelSpec:
         return self.block_m * self.block_k * self.x_bytes
 
     @property
+    def box_m(self) -> int:
+        """Rows of the pool that TMA loads at once: what a math partition owns of a wide block."""
+        return min(self.block_m, 64)
+
+    @property
     def tokens_first(self) -> bool:
         """Whether tokens are the M side of WGMMA: in wide tiles."""
         return self.block_m == 128
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether wide tiles have the registers for two products under way."""
+        return self.tokens_first and self.recipe in ("fp8", "fp8_block")
 
     @property
     def tile_columns(self) -> int:
@@ -262,6 +275,7 @@ class Offsets:
     l1_done: int
     l2_done: int
     token_arrivals: int
+    claimed: int
     topk_idx: int
     topk_weights: int
     x: int
@@ -279,6 +293,7 @@ class Offsets:
     # strides between the two counter sets, bytes
     block_set: int
     token_set: int
+    program_set: int
 
 
 def power_of_two(n: int) -> int:
@@ -328,21 +343,32 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
         block_k, x_bytes = 256, 1  # products are short: two K groups for each turn of the barriers
     else:
         block_k, x_bytes = 128, 1
-    stage = (BLOCK_N + block_m) * block_k * x_bytes
+    scale_rows = 1 if config.recipe == "bf16" else block_k // H_GROUP
+    stage = (BLOCK_N + block_m) * block_k * x_bytes + 4 * scale_rows * block_m
     factors = 4 * factor_rows(config.recipe, block_k) * BLOCK_N
-    room = SHARED_BYTES - SHARED_SCRATCH
+    room = SHARED_BYTES - SHARED_SCRATCH[block_m == 128]
     expanders = 0 if config.recipe != "mxfp4" else 1 if block_m == 128 else 2
+    expand_warps = 8 if block_m <= 32 else 4
     if expanders:
         # codes run ahead of the memory's latency; a few expanded stages are enough
         packed = BLOCK_N * block_k // 2 + factors
         stages = 3 if block_k == 256 else 4
-        packed_stages = (room - stages * stage) // packed
+        # a stage of codes is always the same expander's: who waited for the codes of a stage could
+        # not tell them from those two rounds before, which another has seen
+        turn = expanders * 256 // block_k if expanders > 1 else 1
+        packed_stages = (room - stages * stage) // packed // turn * turn
     else:
         stages = packed_stages = min(10, room // (stage + factors))
     # of a thread in math, communicate, expand, load: over the warpgroups they add up to what the
-    # launch has, 4 x 128, with an expander 5 x 96, with two 6 x 80
-    registers = [(200, 80, 0, 32), (160, 64, 64, 32), (104, 80, 80, 32)][expanders]
-    return TilePolicy(block_m, block_k, stages, packed_stages, expanders, *registers, pull_rows=4)
+    # launch has, 4 x 128, with a warpgroup of expanders 5 x 96, with two 6 x 80, with four 8 x 64
+    registers = (208, 64, 0, 32) if block_m == 128 else (184, 112, 0, 32)
+    if expanders:
+        registers = {16: (88, 72, 56, 32), 32: (88, 72, 56, 32), 64: (104, 80, 80, 32)}.get(
+            block_m, (152, 72, 72, 32)
+        )
+    return TilePolicy(
+        block_m, block_k, stages, packed_stages, expanders, expand_warps, *registers, pull_rows=4
+    )
 
 
 def l1_tiles(config: MoEConfig, policy: TilePolicy) -> int:
@@ -435,6 +461,7 @@ class Plan:
             ("l1_done", (SETS, blocks), "int32", "signal", "load tokens"),
             ("l2_done", (SETS, blocks), "int32", "signal", "dispatch; signal"),
             ("token_arrivals", (SETS, align_up(t, 32)), "int32", "signal of every rank", "combine"),
+            ("claimed", (SETS, align_up(self.programs, 32)), "int32", "combine", "combine"),
             ("topk_idx", (t, k), "int32", "caller", "dispatch, combine"),
             ("topk_weights", (t, k), "float32", "caller", "dispatch of every rank"),
             ("x", (t, hp), wire, "caller", "dispatch of every rank"),
@@ -488,6 +515,7 @@ class Plan:
             **{r.name: r.offset for r in self.regions},
             block_set=self.region["arrived"].nbytes // SETS,
             token_set=self.region["token_arrivals"].nbytes // SETS,
+            program_set=self.region["claimed"].nbytes // SETS,
         )
         return KernelSpec(
             recipe=c.recipe,
@@ -508,6 +536,7 @@ class Plan:
             stages=policy.stages,
             packed_stages=policy.packed_stages,
             expanders=policy.expanders,
+            expand_warps=policy.expand_warps,
             pull_rows=policy.pull_rows,
             math_registers=policy.math_registers,
             dispatch_registers=policy.dispatch_registers,

@@ -7,6 +7,7 @@ the counter of its block.  Rows of one expert lie together, source ranks in turn
 one, so that ranks do not all read from the same peer.
 """
 
+from megamoe.kernel.combine import combine_complete, is_long
 from megamoe.kernel.compat import cta_barrier, gl, gluon
 from megamoe.kernel.schedule import add, first_blocks, recv_counts, rows_of_experts
 from megamoe.kernel.sync import (
@@ -57,6 +58,8 @@ def clear_other_set(ctx, layout: gl.constexpr):
     clear(ctx.region(spec.offset.l2_done, gl.int32) + blocks, used_blocks, layout)
     tokens = other * (spec.offset.token_set // 4)
     clear(ctx.region(spec.offset.token_arrivals, gl.int32) + tokens, used_tokens, layout)
+    claimed = ctx.region(spec.offset.claimed, gl.int32) + other * (spec.offset.program_set // 4)
+    gl.store(claimed + gl.program_id(0), 0)
 
 
 @gluon.jit
@@ -166,6 +169,7 @@ def pull(ctx, rows, first, blocks, event):
     origins = ctx.region(spec.offset.pool_origin, gl.int64)
     inexact = 0
     event = gl.to_tensor(event)
+    claim = gl.to_tensor(0)
     for unit in range(gl.program_id(0), (total + (n - 1)) // n, gl.num_programs(0)):
         begin = now(ctx)
         row = unit * n + gl.arange(0, n, layout=each)
@@ -214,6 +218,10 @@ def pull(ctx, rows, first, blocks, event):
         signal_rows(arrived + block, 1 + padding, real)
         record(ctx, COMMUNICATE, event, PULL, unit, 0, begin, ready, now(ctx))
         event += 1
+        if spec.phases == "fused":
+            # rows wait for ring slots: meanwhile tokens come back
+            if (blocks > spec.ring_blocks) & is_long(ctx):
+                claim, event = combine_complete(ctx, claim, COMMUNICATE, event)
     if spec.x_scales == "ue8m0_32":
         control = ctx.region(spec.offset.control, gl.int32)
         gl.atomic_add(control + CONTROL_INEXACT, inexact, sem="relaxed", scope="gpu")

@@ -75,19 +75,24 @@ def expand_codes(codes, low0, low1, high0, high1):
 
 
 @gluon.jit
-def expand_rows(codes, offsets):
-    """int8 [128, 64] codes of 128 of K and int32 [128] offsets of its four blocks -> e4m3
-    [128, 128].
+def expand_rows(codes, offsets, more, WIDTH: gl.constexpr):
+    """int8 [128, WIDTH] codes of 2 * WIDTH of K -> e4m3 [128, 2 * WIDTH].
+
+    offsets, more: int32 [128], each the offsets of four blocks, 128 of K; `more` is used where
+    WIDTH is 128.
     """
-    codes = codes.reshape((ROWS, 2, 32))
+    PARTS: gl.constexpr = WIDTH // 32
+    codes = codes.reshape((ROWS, PARTS, 32))
     layout: gl.constexpr = codes.type.layout
-    halves: gl.constexpr = gl.SliceLayout(2, layout)
-    offsets = gl.convert_layout(offsets, gl.SliceLayout(1, halves))[:, None]
-    shift = (16 * gl.arange(0, 2, layout=gl.SliceLayout(0, halves)))[None, :]
-    low0, low1, high0, high1 = code_tables(
-        (offsets >> shift) & 0xFF, (offsets >> (shift + 8)) & 0xFF
-    )
-    zero = gl.zeros((ROWS, 2, 32), gl.int32, layout)
+    parts: gl.constexpr = gl.SliceLayout(2, layout)
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, parts))[None, :]
+    word = gl.convert_layout(offsets, gl.SliceLayout(1, parts))[:, None]
+    if PARTS > 2:
+        more = gl.convert_layout(more, gl.SliceLayout(1, parts))[:, None]
+        word = gl.where(part < 2, word, more)
+    shift = 16 * (part % 2)
+    low0, low1, high0, high1 = code_tables((word >> shift) & 0xFF, (word >> (shift + 8)) & 0xFF)
+    zero = gl.zeros((ROWS, PARTS, 32), gl.int32, layout)
     low, high = expand_codes(
         codes,
         low0[:, :, None] + zero,
@@ -95,55 +100,63 @@ def expand_rows(codes, offsets):
         high0[:, :, None] + zero,
         high1[:, :, None] + zero,
     )
-    return gl.join(low, high).permute((0, 1, 3, 2)).reshape((ROWS, 128))
+    return gl.join(low, high).permute((0, 1, 3, 2)).reshape((ROWS, 2 * WIDTH))
 
 
 @gluon.jit
-def expand_block(rings, source, stage, BLOCK: gl.constexpr, spec: gl.constexpr):
-    """128 of K of a landed stage: from codes to operands."""
-    by_row: gl.constexpr = gl.BlockedLayout([1, 64], [32, 1], [gl.num_warps(), 1], [1, 0])
+def expand_stage(rings, source, stage, spec: gl.constexpr):
+    """A landed stage: from codes to operands, with four warps 128 of K at a time, with eight all
+    of a stage.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    BLOCKS: gl.constexpr = spec.factor_rows
+    TURNS: gl.constexpr = BLOCKS if warps == 4 else 1
+    WIDTH: gl.constexpr = 64 * BLOCKS // TURNS
+    by_row: gl.constexpr = gl.BlockedLayout(
+        [1, 4 * WIDTH // warps], [32, 1], [4, warps // 4], [1, 0]
+    )
+    line: gl.constexpr = gl.SliceLayout(1, by_row)
     # a plain view, one row of offsets for each 128 of K of each stage
     VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BLOCKS: gl.constexpr = spec.factor_rows
     STAGES: gl.constexpr = spec.packed_stages
     plain = reinterpret(rings.factors, gl.int32, [STAGES * BLOCKS, ROWS], VIEW)
-    offsets = plain.index(source * BLOCKS + BLOCK).load(gl.SliceLayout(1, by_row))
     codes = rings.packed.index(source)
     w = rings.w.index(stage)
-    if BLOCKS > 1:
-        codes = codes.slice(64 * BLOCK, 64, 1)
-        w = w.slice(128 * BLOCK, 128, 1)
-    w.store(expand_rows(codes.load(by_row), offsets))
+    for turn in gl.static_range(TURNS):
+        offsets = plain.index(source * BLOCKS + turn).load(line)
+        more = offsets
+        if WIDTH == 128:
+            more = plain.index(source * BLOCKS + 1).load(line)
+        mine = codes.slice(WIDTH * turn, WIDTH, 1).load(by_row)
+        w.slice(2 * WIDTH * turn, 2 * WIDTH, 1).store(expand_rows(mine, offsets, more, WIDTH))
 
 
 @gluon.jit
-def expand_tile(rings, step, STEPS: gl.constexpr, WHICH: gl.constexpr, spec: gl.constexpr):
-    """This expander's share of a tile's stages: 256 of K in turn, so that the way through the
-    barriers is paid once for both halves.
+def expand_tile(rings, step, steps, WHICH: gl.constexpr, spec: gl.constexpr):
+    """This expander's share of a tile of `steps` stages: 256 of K in turn, so that the way through
+    the barriers is paid once for both halves.
     """
-    BLOCKS: gl.constexpr = spec.factor_rows
-    TURN: gl.constexpr = 2 // BLOCKS
-    for k in range(WHICH * TURN, STEPS, spec.expanders * TURN):
+    TURN: gl.constexpr = 2 // spec.factor_rows
+    for k in range(WHICH * TURN, steps, spec.expanders * TURN):
         for t in gl.static_range(TURN):
             s = step + k + t
             mbarrier.wait(
                 rings.packed_full.index(s % spec.packed_stages), (s // spec.packed_stages) & 1
             )
             mbarrier.wait(rings.empty.index(s % spec.stages), ((s // spec.stages) & 1) ^ 1)
-            for block in gl.static_range(BLOCKS):
-                expand_block(rings, s % spec.packed_stages, s % spec.stages, block, spec)
+            expand_stage(rings, s % spec.packed_stages, s % spec.stages, spec)
         fence_async_shared()
         cta_barrier()
         for t in gl.static_range(TURN):
             s = step + k + t
             mbarrier.arrive(rings.full.index(s % spec.stages), count=1)
             mbarrier.arrive(rings.packed_empty.index(s % spec.packed_stages), count=1)
-    return step + STEPS
+    return step + steps
 
 
 @gluon.jit
 def expand_role(ctx, rings, WHICH: gl.constexpr):
-    """Four warps; one of `spec.expanders` that take stages in turn."""
+    """Four or eight warps; one of `spec.expanders` that take stages in turn."""
     spec: gl.constexpr = ctx.spec
     steps1: gl.constexpr = spec.padded_hidden // spec.block_k
     steps2: gl.constexpr = spec.padded_intermediate // spec.block_k
@@ -152,10 +165,7 @@ def expand_role(ctx, rings, WHICH: gl.constexpr):
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
         begin = now(ctx)
-        if kind == LINEAR1:
-            step = expand_tile(rings, step, steps1, WHICH, spec)
-        else:
-            step = expand_tile(rings, step, steps2, WHICH, spec)
+        step = expand_tile(rings, step, gl.where(kind == LINEAR1, steps1, steps2), WHICH, spec)
         record(ctx, EXPAND + WHICH, i, kind, block, tile, begin, begin, now(ctx))
         release_task(rings, i)
         i += 1

@@ -43,18 +43,18 @@ def take_stage(rings, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def operands(spec: gl.constexpr, rings, stage, PART: gl.constexpr):
-    """The two sides of a stage's product: this partition's 64 rows, and all rows of the other
-    matrix as columns.
+def operands(
+    spec: gl.constexpr, rings, stage, START: gl.constexpr, LENGTH: gl.constexpr, PART: gl.constexpr
+):
+    """The two sides of a stage's product over LENGTH of its K from START: this partition's 64 rows,
+    and all rows of the other matrix as columns.
     """
+    w = rings.w.index(stage).slice(START, LENGTH, 1)
+    x = rings.x.index(stage).slice(START, LENGTH, 1)
     if spec.tokens_first:
-        return rings.x.index(stage).slice(PART * ROWS, ROWS, 0), rings.w.index(stage).permute(
-            (1, 0)
-        )
+        return x.slice(PART * ROWS, ROWS, 0), w.permute((1, 0))
     else:
-        return rings.w.index(stage).slice(PART * ROWS, ROWS, 0), rings.x.index(stage).permute(
-            (1, 0)
-        )
+        return w.slice(PART * ROWS, ROWS, 0), x.permute((1, 0))
 
 
 @gluon.jit
@@ -145,7 +145,7 @@ def k_loop_bf16(
     acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     for k in range(K // spec.block_k):
         stage = take_stage(rings, step, spec.stages)
-        a, b = operands(spec, rings, stage, PART)
+        a, b = operands(spec, rings, stage, 0, spec.block_k, PART)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         if k > 0:
@@ -158,18 +158,19 @@ def k_loop_bf16(
 
 @gluon.jit
 def begin_group(
-    a,
-    b,
+    spec: gl.constexpr,
+    rings,
+    stage,
     G: gl.constexpr,
     GROUP: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    PART: gl.constexpr,
     layout: gl.constexpr,
 ):
     """Begin the product over K group G of a stage; the result is unfinished."""
+    COLUMNS: gl.constexpr = spec.tile_columns
+    a, b = operands(spec, rings, stage, G * GROUP, GROUP, PART)
     zero = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    return warpgroup_mma(
-        a.slice(G * GROUP, GROUP, 1), b.slice(G * GROUP, GROUP, 0), zero, is_async=True
-    )
+    return warpgroup_mma(a, b, zero, is_async=True)
 
 
 @gluon.jit
@@ -197,12 +198,11 @@ def k_loop_fp8(
     acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     for _ in range(steps):
         stage = take_stage(rings, step, spec.stages)
-        a, b = operands(spec, rings, stage, PART)
         for g in gl.static_range(0, GROUPS, PAIR):
-            part = begin_group(a, b, g, GROUP, COLUMNS, layout)
+            part = begin_group(spec, rings, stage, g, GROUP, PART, layout)
             if PAIR == 2:
                 # both products are under way before the first is waited for
-                second = begin_group(a, b, g + 1, GROUP, COLUMNS, layout)
+                second = begin_group(spec, rings, stage, g + 1, GROUP, PART, layout)
             if X_SCALED:
                 scale = group_scales(spec, rings, stage, g, GROUP, W_SCALED, UP, PART, layout)
                 if PAIR == 2:
@@ -229,6 +229,78 @@ def k_loop_fp8(
 
 
 @gluon.jit
+def promote(acc, product, scale, SCALED: gl.constexpr):
+    if SCALED:
+        return acc + product * scale
+    else:
+        return acc + product
+
+
+@gluon.jit
+def k_loop_wide(
+    spec: gl.constexpr,
+    rings,
+    step,
+    UP: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    W_SCALED: gl.constexpr,
+    X_SCALED: gl.constexpr,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """As :func:`k_loop_fp8`, two products in turn: the first is promoted while the second is under
+    way.
+    """
+    COLUMNS: gl.constexpr = spec.tile_columns
+    STAGES: gl.constexpr = 2 * GROUP // spec.block_k  # of a turn
+    SECOND: gl.constexpr = 2 - STAGES  # which group of its stage the second product is
+    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+    for _ in range(K // (2 * GROUP)):
+        stage = take_stage(rings, step, spec.stages)
+        first = begin_group(spec, rings, stage, 0, GROUP, PART, layout)
+        later = stage
+        if STAGES == 2:
+            later = take_stage(rings, step + 1, spec.stages)
+        second = begin_group(spec, rings, later, SECOND, GROUP, PART, layout)
+        scale = 0.0
+        later_scale = 0.0
+        if X_SCALED:
+            scale = group_scales(spec, rings, stage, 0, GROUP, W_SCALED, UP, PART, layout)
+            later_scale = group_scales(
+                spec, rings, later, SECOND, GROUP, W_SCALED, UP, PART, layout
+            )
+        first, second = warpgroup_mma_wait(1, deps=[first, second])
+        if STAGES == 2:
+            mbarrier.arrive(rings.empty.index(stage), count=1)
+        acc = promote(acc, first, scale, X_SCALED)
+        second = warpgroup_mma_wait(0, deps=[second])
+        mbarrier.arrive(rings.empty.index(later), count=1)
+        acc = promote(acc, second, later_scale, X_SCALED)
+        step += STAGES
+    return acc, step
+
+
+@gluon.jit
+def k_loop_scaled(
+    spec: gl.constexpr,
+    rings,
+    step,
+    UP: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    W_SCALED: gl.constexpr,
+    X_SCALED: gl.constexpr,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
+):
+    if spec.in_pairs:
+        return k_loop_wide(spec, rings, step, UP, K, GROUP, W_SCALED, X_SCALED, PART, layout)
+    else:
+        return k_loop_fp8(spec, rings, step, UP, K, GROUP, W_SCALED, X_SCALED, PART, layout)
+
+
+@gluon.jit
 def linear1(ctx, rings, step, block, tile, expert, valid, PART: gl.constexpr, layout: gl.constexpr):
     """The L1 accumulator of one partition, all scales applied: fp32 [ROWS, tile_columns]."""
     spec: gl.constexpr = ctx.spec
@@ -238,9 +310,9 @@ def linear1(ctx, rings, step, block, tile, expert, valid, PART: gl.constexpr, la
     if spec.recipe == "bf16":
         acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
-        acc, step = k_loop_fp8(spec, rings, step, 8, K, K_GROUP, True, True, PART, layout)
+        acc, step = k_loop_scaled(spec, rings, step, 8, K, K_GROUP, True, True, PART, layout)
     else:
-        acc, step = k_loop_fp8(spec, rings, step, 0, K, K_GROUP, False, False, PART, layout)
+        acc, step = k_loop_scaled(spec, rings, step, 0, K, K_GROUP, False, False, PART, layout)
         token = along_tokens(spec, layout, PART)
         pool_scale = (
             ctx.region(spec.offset.pool_x_scale, gl.float32)
@@ -265,13 +337,23 @@ def linear2(ctx, rings, step, tile, expert, PART: gl.constexpr, layout: gl.const
     if spec.recipe == "bf16":
         acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
     elif spec.recipe == "fp8_block":
-        acc, step = k_loop_fp8(spec, rings, step, 0, K, H_GROUP, True, True, PART, layout)
+        acc, step = k_loop_scaled(spec, rings, step, 0, K, H_GROUP, True, True, PART, layout)
     else:
-        acc, step = k_loop_fp8(spec, rings, step, 0, K, H_GROUP, False, True, PART, layout)
+        acc, step = k_loop_scaled(spec, rings, step, 0, K, H_GROUP, False, True, PART, layout)
         acc = acc * gl.load(
             ctx.w2_scale + expert * n_rows + row0 + along_weights(spec, layout, PART)
         )
     return acc, step
+
+
+@gluon.jit
+def pass_by(rings, step, stages, STAGES: gl.constexpr):
+    """Walk a tile of `stages` stages in which this partition has no tokens."""
+    for _ in range(stages):
+        stage = take_stage(rings, step, STAGES)
+        mbarrier.arrive(rings.empty.index(stage), count=1)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -286,10 +368,15 @@ def math_role(ctx, rings, PART: gl.constexpr):
     step = 0
     i = 0
     l1_count = 0
+    steps1: gl.constexpr = spec.padded_hidden // spec.block_k
+    steps2: gl.constexpr = spec.padded_intermediate // spec.block_k
     kind, block, tile, expert, valid = take_task(rings, i)
+    begin = now(ctx)
     while kind != DONE:
-        begin = now(ctx)
-        if kind == LINEAR1:
+        middle = begin
+        if spec.tokens_first and (PART * ROWS >= valid):
+            step = pass_by(rings, step, gl.where(kind == LINEAR1, steps1, steps2), spec.stages)
+        elif kind == LINEAR1:
             acc, step = linear1(ctx, rings, step, block, tile, expert, valid, PART, layout)
             middle = now(ctx)
             if spec.phases != "fused":
@@ -305,7 +392,9 @@ def math_role(ctx, rings, PART: gl.constexpr):
             push(ctx, acc, block, tile, valid, PART)
         cta_barrier()
         mbarrier.arrive(rings.tile_done.index(i % TASK_SLOTS), count=1)
-        record(ctx, PART, i, kind, block, tile, begin, middle, now(ctx))
+        end = now(ctx)
+        record(ctx, PART, i, kind, block, tile, begin, middle, end)
+        begin = end  # reading the timer is most of what a timeline costs
         release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)

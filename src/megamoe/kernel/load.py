@@ -56,6 +56,7 @@ def load_token_tile(
     desc,
     scales,
     row,
+    valid,
     rings,
     step,
     STEPS: gl.constexpr,
@@ -63,15 +64,21 @@ def load_token_tile(
     spec: gl.constexpr,
 ):
     """Rows of the pool, and with each stage the scales of its K groups if they are applied in the
-    K loop.
+    K loop.  Of a wide block only the half in which it has rows.
     """
+    BOX: gl.constexpr = spec.box_m
     scale_bytes: gl.constexpr = SCALE_ROWS * spec.block_m * 4
+    half_bytes: gl.constexpr = BOX * spec.block_k * spec.x_bytes
     for k in range(STEPS):
-        stage = free_stage(
-            rings.full, rings.empty, step, spec.stage_bytes_x + scale_bytes, spec.stages
-        )
+        stage = step % spec.stages
         full = rings.full.index(stage)
-        tma_load(desc, [row, k * spec.block_k], full, rings.x.index(stage))
+        x = rings.x.index(stage)
+        if (spec.block_m > BOX) and (valid > BOX):
+            free_stage(rings.full, rings.empty, step, spec.stage_bytes_x + scale_bytes, spec.stages)
+            tma_load(desc, [row + BOX, k * spec.block_k], full, x.slice(spec.block_m - BOX, BOX, 0))
+        else:
+            free_stage(rings.full, rings.empty, step, half_bytes + scale_bytes, spec.stages)
+        tma_load(desc, [row, k * spec.block_k], full, x.slice(0, BOX, 0))
         if SCALE_ROWS > 0:
             tma_load(
                 scales,
@@ -148,6 +155,7 @@ def load_tokens_role(ctx, rings):
                 ctx.pool_x,
                 ctx.pool_x_scale,
                 row,
+                valid,
                 rings,
                 step,
                 spec.padded_hidden // spec.block_k,
@@ -165,6 +173,7 @@ def load_tokens_role(ctx, rings):
                 ctx.pool_h,
                 ctx.pool_h_scale,
                 row,
+                valid,
                 rings,
                 step,
                 spec.padded_intermediate // spec.block_k,

@@ -1,8 +1,8 @@
 """The mega-kernel: one launch a forward.
 
     default partition      math 0
-    workers                math 1 | dispatch, then combine | expand (MXFP4) | load weights |
-    load tokens | schedule | signal
+    workers                math 1 | dispatch, then combine | expand (MXFP4) |
+    load weights | load tokens | schedule | signal
 
 `spec.phases` cuts the same roles into the launches of the unfused chain; "fused" runs them all.
 """
@@ -151,7 +151,7 @@ def moe_kernel(
                 (schedule_role, (ctx, rings)),
                 (signal_role, (ctx, rings)),
             ],
-            [4, 4, 4, 1, 1, 1, 1],
+            [4, 4, spec.expand_warps, 1, 1, 1, 1],
             [math, communicate, expand, load, load, load, load],
         )
     else:
@@ -167,7 +167,7 @@ def moe_kernel(
                 (schedule_role, (ctx, rings)),
                 (signal_role, (ctx, rings)),
             ],
-            [4, 4, 4, 4, 1, 1, 1, 1],
+            [4, 4, spec.expand_warps, spec.expand_warps, 1, 1, 1, 1],
             [math, communicate, expand, expand, load, load, load, load],
         )
 

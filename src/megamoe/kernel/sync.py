@@ -13,6 +13,7 @@ The protocol.  `set` is the counter set of this call (epoch & 1); each launch cl
 | l1_done[set][block] | signal, after all math partitions have stored an L1 tile | load tokens | release / acquire, gpu, proxy fence on both sides | as arrived | as arrived |
 | l2_done[set][block] | signal, after all math partitions have stored an L2 tile | the one that arrives last; dispatch before it reuses the ring slot | acq_rel, sys | as arrived | as arrived |
 | token_arrivals[set][token] | signal, at the token's owner, for each of its rows whose L2 tiles are all stored | combine | release / acquire, sys | as arrived | a launch ends only when all its tokens have arrived, and a peer writes the other set only after this rank published counts, which follows the clearing |
+| claimed[set][program] | communicate and math of this program, a claim of its tokens at a time | the same | relaxed | as arrived | what is claimed is ordered by token_arrivals |
 | status[1] (abort) | a wait that expired | every wait that spins | release / relaxed, gpu | by setting the buffer up again | the buffer is poisoned until then |
 
 A wait spins inside one block of PTX.  When its deadline passes it writes what it waited for to `status`, raises abort
@@ -78,6 +79,8 @@ mov.b32 $0, v;
 POLL_GPU = gl.constexpr(_POLL.replace("SCOPE", "gpu"))
 POLL_SYS = gl.constexpr(_POLL.replace("SCOPE", "sys"))
 
+PEEK_SYS = gl.constexpr("ld.acquire.sys.global.b32 $0, [$1];")
+
 _REPORT = """
 {
 .reg .pred p;
@@ -127,6 +130,14 @@ def wait_sys(flag, wanted, status, PHASE: gl.constexpr, index, TIMEOUT: gl.const
         dtype=gl.int32,
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def peek_sys(flag):
+    """What `*flag` is now, acquired at system scope."""
+    return gl.inline_asm_elementwise(
+        PEEK_SYS, "=r,l,~{memory}", [flag], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

@@ -25,7 +25,7 @@ class Lane:
         device = shared.memory.device
         self._peers = torch.tensor(shared.distances, dtype=torch.int64, device=device)
         # stands in for y where a rank has no tokens: an empty tensor has no address
-        self._spare = torch.empty(8, dtype=torch.bfloat16, device=device)
+        self.spare = torch.empty(8, dtype=torch.bfloat16, device=device)
         self._fixed: dict[tuple, list[object]] = {}
         self._compiled: set[KernelSpec] = set()
         self._specs: dict[TilePolicy, list[KernelSpec]] = {}
@@ -38,22 +38,26 @@ class Lane:
     def compile(self, weights: dict[str, torch.Tensor], policy: TilePolicy) -> None:
         for launch, spec in zip(self.launches, self.specs(policy), strict=True):
             if spec not in self._compiled:
-                arguments = self._arguments(weights, spec, 0, self._spare)
+                arguments = self._arguments(weights, spec, 0, self.spare)
                 compile_launch(launch, arguments, self.plan.programs)
                 self._compiled.add(spec)
 
     def prepare(
-        self, weights: dict[str, torch.Tensor], tokens: int, y: torch.Tensor
+        self,
+        weights: dict[str, torch.Tensor],
+        tokens: int,
+        y: torch.Tensor,
+        policy: TilePolicy | None = None,
     ) -> list[Callable[[], None]]:
-        """The launches of a call, checked but not made."""
-        specs = self.specs(self.plan.policy(tokens))
+        """The launches of a call, checked but not made; with the tiles for `tokens`, or others."""
+        specs = self.specs(policy or self.plan.policy(tokens))
         if any(spec not in self._compiled for spec in specs):
             # compiled now, this rank would look missing to the others
             raise MegaMoEError(
                 f"rank {self.rank}: no kernel was compiled for {tokens} tokens: call "
                 f"warmup(weights, tokens=[..., {tokens}]) on all ranks, or warmup(weights) for all"
             )
-        y = y if tokens else self._spare
+        y = y if tokens else self.spare
         return [
             partial(
                 compiled_kernels()[launch.kernel][(self.plan.programs,)],

@@ -15,7 +15,7 @@ from megamoe.bench.cases import (
 )
 from megamoe.config import MoEConfig, RankInputs
 from megamoe.forward import choose_backend, default_programs
-from megamoe.kernel.combine import COMBINE_COLUMNS, COMBINE_TOKENS
+from megamoe.kernel import combine
 from megamoe.launch import GluonBackend, InterpreterBackend
 from megamoe.plan import MATH_PARTITIONS, Plan, ceil_div
 from megamoe.timeline.events import Timeline, record
@@ -111,10 +111,14 @@ def places_for(plan: Plan, idx: torch.Tensor) -> int:
     blocks = int(((rows + spec.block_m - 1) // spec.block_m).sum(dim=1).max())
     tasks = ceil_div(blocks * (spec.l1_tiles + spec.l2_tiles), plan.programs)
     pulls = ceil_div(ceil_div(int(rows.sum(dim=1).max()), spec.pull_rows), plan.programs)
-    # combine is shared by the math partitions and communicate
-    chunks = config.padded_hidden // COMBINE_COLUMNS.value
-    units = ceil_div(tokens, COMBINE_TOKENS.value) * chunks
-    combined = ceil_div(units, plan.programs * (MATH_PARTITIONS + 1))
+    # a long call: one role may take all claims of its program's tokens
+    shares = ceil_div(config.padded_hidden, combine.COLUMNS.value * combine.STEPS.value)
+    combined = ceil_div(tokens, plan.programs * combine.TOKENS.value) * shares
+    if tokens < plan.programs * combine.TOKENS.value:
+        # shared by the math partitions and communicate of all programs
+        units = ceil_div(tokens, combine.TOKENS.value)
+        units *= config.padded_hidden // combine.COLUMNS.value
+        combined = ceil_div(units, plan.programs * (MATH_PARTITIONS + 1))
     # route and wait for counts come before the pulls
     return max(tasks, 2 + pulls) + combined + 1
 
