@@ -40,7 +40,9 @@ class KnownSpill(NamedTuple):
     reason: str
 
 
-KNOWN_SPILLS: list[KnownSpill] = []
+# two products under way and the scales of both leave no register over; 3.6 has just enough
+WHY = "one scale of a pair of products, once a turn of 256 of K"
+KNOWN_SPILLS = [KnownSpill("3.9", f"fp8_block-128{clamp}", 1, 3, WHY) for clamp in ("", "-clamp")]
 
 
 @pytest.fixture(scope="module", autouse=True)
