@@ -15,7 +15,8 @@ from megamoe.config import H_GROUP, MoEConfig
 
 K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
 BLOCK_MS = (16, 32, 64, 128)
-# (most rows an average expert has, block_m), measured by benchmarks/search_tiles.py
+# (most rows an average expert has, block_m): the smallest tile that holds them; what others would
+# take is timed by benchmarks/search_tiles.py
 TILES = ((16, 16), (32, 32), (64, 64), (float("inf"), 128))
 MATH_PARTITIONS = 2  # warpgroups that share a tile
 BLOCK_N = 64 * MATH_PARTITIONS  # weight rows of a tile
