@@ -185,7 +185,7 @@ class SymmetricMoE:
         lane = self._lane(chain=False)
         policies = tile_policies(lane.plan, None if tokens is None else [*tokens, 0])
         given = self._weights(weights)
-        with self._collective("warm-up"):
+        with self._collective("warm-up"), torch.cuda.device(self.device):
             for n, policy in enumerate(policies, start=1):
                 begin = time.monotonic()
                 with compile_lock(timeout_s=self._setup_timeout_s):
@@ -384,11 +384,10 @@ class SymmetricMoE:
         """
         config, device = self.config, self._fused.shared.memory.device
         given, y = self._weights(weights), self._fused.spare
-        with torch.cuda.device(self.device):
-            for lane in self._lanes():
-                for policy in policies:
-                    for launch in lane.prepare(given, 0, y, policy):
-                        launch()
+        for lane in self._lanes():
+            for policy in policies:
+                for launch in lane.prepare(given, 0, y, policy):
+                    launch()
         self.forward(
             weights=weights,
             x=torch.empty(0, config.hidden, dtype=torch.bfloat16, device=device),
