@@ -233,7 +233,17 @@ def _fma(i: object, v: list) -> object:
 
 
 def _unary_float(op: Callable) -> Callable:
-    return lambda i, v: _float(i, op, v)
+    def evaluate(i: object, v: list) -> object:
+        flush = "ftz" in i.parts
+
+        def flushed(x: np.ndarray) -> np.ndarray:
+            tiny = np.abs(x) < np.finfo(x.dtype).tiny
+            return np.where(tiny, np.copysign(x.dtype.type(0), x), x) if flush else x
+
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            return _float(i, lambda x: flushed(op(flushed(x))), v)
+
+    return evaluate
 
 
 def _halves(value: object) -> np.ndarray:
@@ -335,7 +345,7 @@ def comparison(i: object, a: object, b: object) -> tuple[str, object, object, ob
 def evaluator(name: str) -> Callable | None:
     """What computes the instruction `name`; None if nothing does."""
     parts = name.split(".")
-    if any(part in ("f16", "bf16") or part.endswith("x2") for part in parts):
+    if any(part in ("f16", "bf16") or part.endswith("x2") for part in parts[1:]):
         return _NARROW.get(name)
     return _EVALUATE.get(parts[0])
 
