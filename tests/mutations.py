@@ -82,7 +82,6 @@ FLAGS = 'gl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")'
 L2_LAST = "arrive_last(l2_done + block, spec.l2_tiles - 1, scope)"
 L2_UNORDERED = 'gl.atomic_add(l2_done + block, 1, sem="{}", scope="sys") == spec.l2_tiles - 1'
 FENCE = "fence_async_proxy(every_thread())"
-STORE_H = "gl.store(target, stored, mask=(token < valid)[None, :])"
 STORE_COUNTS = (
     "gl.store(theirs + row * spec.experts_per_rank + expert % spec.experts_per_rank, "
     "count, mask=exists)"
@@ -137,6 +136,7 @@ TASK_WAIT = "mbarrier.wait(rings.task_empty.index(slot), ((i // TASK_SLOTS) & 1)
 TASK_READ = "mbarrier.wait(rings.task_full.index(slot), (i // TASK_SLOTS) & 1)"
 EMPTY_COUNT = "mbarrier.init(empty.index(i), count=MATH_PARTITIONS"
 AMAX_COUNT = "amax_full.index(0), count=MATH_PARTITIONS"
+LANDED = "phase = (before // spec.packed_stages) & 1"
 
 MBARRIERS = [
     broken("full: one arrival", "mbarrier.init(full.index(i), count=2)",
@@ -165,7 +165,8 @@ MBARRIERS = [
     broken("bytes of the scales not expected", "half_bytes + scale_bytes, spec.stages",
            "half_bytes, spec.stages", "BarrierFault"),
     broken("stage read a phase early", "(step // STAGES) & 1) return stage",
-           "((step // STAGES) & 1) ^ 1)\n    return stage", "UnwrittenRead or SharedMemoryRace"),
+           "((step // STAGES) & 1) ^ 1)\n    return stage",
+           "UnwrittenRead or SharedMemoryRace or DataRace"),
     broken("stage filled a phase late", "((step // STAGES) & 1) ^ 1)", "(step // STAGES) & 1)",
            "Deadlock"),
     broken("task read a phase early", TASK_READ, TASK_READ.replace(" & 1", " & 1 ^ 1"),
@@ -180,45 +181,153 @@ MBARRIERS = [
     broken("tile_done waited for in one phase",
            "rings.tile_done.index(i % TASK_SLOTS), (i // TASK_SLOTS) & 1",
            "rings.tile_done.index(i % TASK_SLOTS), 0", "DataRace or Deadlock", "ring"),
+    broken("weights on their way waited for in the wrong phase", LANDED, f"{LANDED} ^ 1",
+           "Deadlock"),
+    broken("weights waited for before they are asked for", "before = step - spec.in_flight",
+           "before = step", "Deadlock"),
 ]  # fmt: skip
 
 # --- rings in shared memory, and of the pool, handed back too soon -----------------------------
 
-RELEASE = """if g + PAIR == GROUPS:
-                mbarrier.arrive(rings.empty.index(stage), count=1)"""
-PRODUCTS = """if PAIR == 2:
-                part, second = warpgroup_mma_wait(0, deps=[part, second])
-            else:
-                part = warpgroup_mma_wait(0, deps=[part])"""
+# of a stage without scales; one with scales is given back a turn later
+RELEASE = "if not SCALED:\n            give_back(rings, step, spec.stages)"
+LATE_RELEASE = """if SCALED:
+            if k > 0:
+                give_back(rings, step - 1, spec.stages)
+        stage = take_stage(rings, step, spec.stages)
+        scale = 0.0
+        later_scale = 0.0"""
+LAST_RELEASE = "if SCALED: give_back(rings, step - 1, spec.stages) return acc, acc, step"
+BOTH = "first, second = warpgroup_mma_wait(0, deps=[first, second])"
+PRODUCTS = f"""if TWO:
+            {BOTH}
+        else:
+            first = warpgroup_mma_wait(0, deps=[first])"""
+LATER = "later_scale = group_scales(spec, rings, stage, 1, UP, PART, layout)"
+SCALES_READ = f"""if SCALED:
+            scale = group_scales(spec, rings, stage, 0, UP, PART, layout)
+            if TWO:
+                {LATER}"""
+# of the loop with one accumulator, which then gives its stages back elsewhere
+NO_LATE_RELEASE = (
+    (LATE_RELEASE, LATE_RELEASE[LATE_RELEASE.index("stage ="):]),
+    (LAST_RELEASE, "return acc, acc, step"),
+)  # fmt: skip
+NOW = "give_back(rings, step, spec.stages)"
 ORIGINS = """origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + row,
             mask=real, other=0, cache_modifier=".cg")"""
 SOURCES = "source, entry, real = origin_of(spec, origin, real)"
+HALF_WAIT = "product = warpgroup_mma_wait(0, deps=[product])"
+FIRST_HALF, LAST_HALF = "acc = promote(acc, product,", "more = promote(more, product,"
+BF16_STEP = "warpgroup_mma_wait({}, deps=[acc{}]) else:"
+GIVEN_BACK = "if k > 0: give_back(rings, step - 1, spec.stages) step += 1"
+NARROW, WIDE = "mxfp4", "mxfp4 wide"  # expanded by the math; by an expander
+FP8_HALVES, BF16_HALVES = "fp8 halves", "bf16 halves"
 
 RINGS = [
-    broken("fp8: stage released before WGMMA has read it", f"{PRODUCTS} {RELEASE}",
-           f"{RELEASE}\n            {PRODUCTS}", "SharedMemoryRace", "fp8 long"),
-    broken("fp8: stage released after its first groups", "if g + PAIR == GROUPS:", "if g == 0:",
-           "SharedMemoryRace or BarrierFault", "fp8 long"),
-    broken("fp8: only the first of a pair is waited for",
-           "part, second = warpgroup_mma_wait(0, deps=[part, second])",
-           "part, second = warpgroup_mma_wait(1, deps=[part, second])",
+    *(broken(f"stage released before WGMMA has read it, {s}", f"{PRODUCTS} {RELEASE}",
+             f"{RELEASE}\n        {PRODUCTS}", "SharedMemoryRace", s)
+      for s in ("fp8 long", NARROW, WIDE)),
+    Mutation(
+        "stage released before its scales are read",
+        (*NO_LATE_RELEASE,
+         (SCALES_READ, f"if SCALED:\n            {NOW}\n        {SCALES_READ}")),
+        "SharedMemoryRace", "fp8 long",
+    ),
+    broken("only the first of two products is waited for", BOTH, BOTH.replace("0", "1"),
            "AsyncFault or SharedMemoryRace"),
-    broken("fp8: second of a pair is the first", "second = begin_group(spec, rings, stage, g + 1,",
-           "second = begin_group(spec, rings, stage, g,", "wrong bits"),
-    broken("fp8: second of a pair takes the scales of the first",
-           "second_scale = group_scales(spec, rings, stage, g + 1,",
-           "second_scale = group_scales(spec, rings, stage, g,", "wrong bits"),
+    broken("second product is the first", "second = begin_product(spec, rings, stage, 1,",
+           "second = begin_product(spec, rings, stage, 0,", "wrong bits"),
+    broken("second product takes the scales of the first", LATER, LATER.replace("1", "0"),
+           "wrong bits", "fp8 long"),
+    Mutation(
+        "halves: stage released after the first's product",
+        ((FIRST_HALF, f"{RELEASE}\n        {FIRST_HALF}"),
+         (f"{HALF_WAIT} {RELEASE} {LAST_HALF}", f"{HALF_WAIT}\n        {LAST_HALF}")),
+        "SharedMemoryRace", FP8_HALVES,
+    ),
+    broken("halves: stage released before the second's product has read it",
+           f"{HALF_WAIT} {RELEASE} {LAST_HALF}",
+           f"{RELEASE}\n        {HALF_WAIT}\n        {LAST_HALF}", "SharedMemoryRace", FP8_HALVES),
+    broken("halves: second product is not waited for", f"{HALF_WAIT} {RELEASE}",
+           f"{HALF_WAIT.replace('0', '1')}\n        {RELEASE}", "AsyncFault or SharedMemoryRace",
+           FP8_HALVES),
+    broken("halves: second product takes the first's rows", "stage, 0, PART, 1, layout)",
+           "stage, 0, PART, 0, layout)", "wrong bits", FP8_HALVES),
+    broken("halves: second takes the first's weight scales", "row_scales(spec, scales + HALF_N,",
+           "row_scales(spec, scales,", "wrong bits", FP8_HALVES),
+    *(broken(f"second half pushed over the first, {s}", "push(ctx, more, rows, real, row0 + HALF_N",
+             "push(ctx, more, rows, real, row0", "UnwrittenRead", s)
+      for s in (FP8_HALVES, BF16_HALVES)),
     broken("bf16: stage released while WGMMA reads it", "warpgroup_mma_wait(1, deps=[acc])",
            "warpgroup_mma_wait(2, deps=[acc])", "SharedMemoryRace", "bf16"),
-    broken("maxima not alternated", "half = (count & 1) * MATH_PARTITIONS", "half = 0",
-           "SharedMemoryRace"),
-    broken("maxima read without waiting", "mbarrier.wait(rings.amax_full.index(0), count & 1)",
-           "half + 0", "SharedMemoryRace or UnwrittenRead"),
+    broken("bf16: last product is not waited for", "acc = warpgroup_mma_wait(0, deps=[acc])",
+           "acc = warpgroup_mma_wait(1, deps=[acc])", "AsyncFault or SharedMemoryRace", "bf16"),
+    broken("bf16: stage of another tile given back", GIVEN_BACK,
+           "if k >= 0:\n            give_back(rings, step - 1, spec.stages)\n        step += 1",
+           "BarrierFault or SharedMemoryRace or Deadlock", "bf16"),
+    broken("bf16 halves: stage released while WGMMA reads it",
+           "warpgroup_mma_wait(2, deps=[acc, more])", "warpgroup_mma_wait(3, deps=[acc, more])",
+           "SharedMemoryRace", BF16_HALVES),
+    broken("bf16 halves: last product is not waited for", "warpgroup_mma_wait(0, deps=[acc, more])",
+           "warpgroup_mma_wait(1, deps=[acc, more])", "AsyncFault or SharedMemoryRace",
+           BF16_HALVES),
+    broken("bf16 halves: second product takes the first's rows", "spec.block_k, PART, 1)",
+           "spec.block_k, PART, 0)", "wrong bits", BF16_HALVES),
     broken("origins read after the slot is handed back", f"{ORIGINS} {SOURCES} if {L2_LAST}:",
            f"if {L2_LAST}:\n        {ORIGINS}\n        {SOURCES}", "DataRace", "ring"),
 ]  # fmt: skip
 
-# --- the expanders of MXFP4, and the loader that feeds them -------------------------------------
+# --- before and after the K loops of a tile -----------------------------------------------------
+
+EARLY = "take_stage(rings, step, spec.stages)"
+X_SCALE, OWNERS = "x_scale, weight = factors_of_tokens", "rows, real = owners_rows"
+TURN_ROW, TURNS = "row = tile * L1_ROWS + turn * spec.block_n", "range(spec.l1_turns)"
+BIGGEST = "gl.maximum(gl.maximum(low, -low), gl.maximum(high, -high))"
+STORE_MAXIMA = "rings.amax.index(first + PART).store(amax)"
+ARRIVE_MAXIMA = "mbarrier.arrive(rings.amax_full.index(0), count=1)"
+WAIT_MAXIMA = "mbarrier.wait(rings.amax_full.index(0), count & 1)"
+UPPER_COLUMNS = "tile * H_GROUP + H_GROUP // 2"
+ASIDE = "low = rings.aside.index(PART).load("
+
+EPILOGUE = [
+    broken("factors of tokens read before the tile's first stage", f"{EARLY} {X_SCALE}", X_SCALE,
+           "UnwrittenRead or DataRace"),
+    broken("origins read before the tile's first stage", f"{EARLY} {OWNERS}", OWNERS,
+           "UnwrittenRead or DataRace", "spread"),
+    broken("second turn takes the first's weight rows", TURN_ROW, "row = tile * L1_ROWS",
+           "wrong bits"),
+    broken("second turn takes the first's weight scales", "linear1(ctx, rings, step, row0 + HALF_N",
+           "linear1(ctx, rings, step, row0", "wrong bits", NARROW),
+    broken("weight scales of the first tile", "(2 * spec.padded_intermediate) + row0",
+           "(2 * spec.padded_intermediate)", "wrong bits", NARROW),
+    broken("weight scales of the first expert", "expert * (2 * spec.padded_intermediate)",
+           "0 * (2 * spec.padded_intermediate)", "wrong bits", NARROW),
+    broken("weights of one turn", f"for turn in {TURNS}", "for turn in range(1)", "Deadlock"),
+    broken("tokens of one turn", f"for _ in {TURNS}", "for _ in range(1)", "Deadlock"),
+    broken("maxima not alternated", "first = (count & 1) * MATH_PARTITIONS", "first = 0",
+           "SharedMemoryRace"),
+    broken("maxima read without waiting", WAIT_MAXIMA, "first + 0",
+           "SharedMemoryRace or UnwrittenRead"),
+    broken("maxima announced before they are stored",
+           f"{STORE_MAXIMA} cta_barrier() {ARRIVE_MAXIMA}",
+           f"{ARRIVE_MAXIMA}\n        {STORE_MAXIMA}", "SharedMemoryRace or UnwrittenRead"),
+    broken("L1 tiles not counted", "l1_count += 1", "l1_count += 0",
+           "SharedMemoryRace or UnwrittenRead or BarrierFault"),
+    broken("neighbour's maxima not used", "gl.maximum(amax, other)", "amax", "wrong bits"),
+    *(broken(f"{half} half left out of the scale, {s}", BIGGEST, f"gl.maximum({x}, -{x})",
+             "wrong bits", s)
+      for s in ("calls", "fp8 wide", WIDE) for half, x in (("second", "low"), ("first", "high"))),
+    *(broken(f"second half of L1's output stored over the first, {s}", UPPER_COLUMNS,
+             UPPER_COLUMNS.replace("+ H_GROUP // 2", ""), "wrong bits or UnwrittenRead", s)
+      for s in ("calls", "fp8 wide")),
+    broken("first half not set aside", "rings.aside.index(PART).store(low)", "pass",
+           "UnwrittenRead", WIDE),
+    broken("first half of the other partition", ASIDE, ASIDE.replace("PART", "1 - PART"),
+           "UnwrittenRead or SharedMemoryRace", WIDE),
+]  # fmt: skip
+
+# --- MXFP4: the expander of wide tiles, the math of narrow ones, and the loader of weights ------
 
 CODES, STAGE = "s % spec.packed_stages", "s % spec.stages"
 CODES_WAIT = f"mbarrier.wait(rings.packed_full.index({CODES}), (s // spec.packed_stages) & 1)"
@@ -226,83 +335,107 @@ FREE_WAIT = f"mbarrier.wait(rings.empty.index({STAGE}), ((s // spec.stages) & 1)
 FULL = f"mbarrier.arrive(rings.full.index({STAGE}), count=1)"
 FREED = f"mbarrier.arrive(rings.packed_empty.index({CODES}), count=1)"
 EXPAND = f"expand_stage(rings, {CODES}, {STAGE}, spec)"
-OFFSETS, SHIFT = "plain.index(source * BLOCKS + turn)", "shift = 16 * (part % 2)"
-MORE = "plain.index(source * BLOCKS + 1)"
-# of expanders, and of the math where factors are scales (fp8_block)
+STAGES_OF_TILE = "gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)"
+# offsets of mxfp4, scales of fp8_block
 FACTORS_LOAD = "(expert * STEPS + k) * spec.factor_rows"
 FACTORS_ROW = "tma_load(factors, [factor, row],"
 FENCED = "fence_async_shared() cta_barrier() for t in"
-LOAD_REST = "ctx.w1, ctx.w1_factor, expert, tile, rings, step, {}, steps, rows"
-NARROW, WIDE = "mxfp4", "mxfp4 wide"  # two expanders, a stage in turn; one, two stages in turn
+LOAD_REST = "ctx.w1, ctx.w1_factor, expert, row, rings, step, {}, steps, rows"
+ROW_WORDS = "plain.index((stage * spec.factor_rows + G) * MATH_PARTITIONS + PART)"
+WORDS = "low0 + zero, low1 + zero, high0 + zero, high1 + zero"
+CODES_OF = "codes.slice(G * K_GROUP // 2 + 32 * part, 32, 1)"
+CODE_ROWS = "codes = rings.w.index(stage).slice(PART * ROWS"
+TOKENS_OF = "x = rings.x.index(stage).slice(G * K_GROUP, K_GROUP, 1)"
+HIGH_TOKENS = "x.slice(64 * part + 32, 32, 1)"
 
 
-def expander(name: str, old: str, new: str, caught_as: str) -> list[Mutation]:
-    return [broken(f"{name}, {s}", old, new, caught_as, s) for s in (NARROW, WIDE)]
+def expander(name: str, old: str, new: str, caught_as: str) -> Mutation:
+    return broken(f"expander: {name}", old, new, caught_as, WIDE)
 
 
-def too_soon(name: str, arrival: str, caught_as: str) -> list[Mutation]:
+def too_soon(name: str, arrival: str, caught_as: str) -> Mutation:
     """The arrival made before the stage is expanded."""
     early = f"{FREE_WAIT}\n            {arrival}\n            expand_stage"
     edits = ((arrival, "s + 0"), (f"{FREE_WAIT} expand_stage", early))
-    return [Mutation(f"{name}, {s}", edits, caught_as, s) for s in (NARROW, WIDE)]
+    return Mutation(f"expander: {name}", edits, caught_as, WIDE)
+
+
+def narrow(name: str, old: str, new: str, caught_as: str = "wrong bits") -> Mutation:
+    return broken(f"narrow: {name}", old, new, caught_as, NARROW)
+
+
+def either(name: str, old: str, new: str, caught_as: str = "wrong bits") -> list[Mutation]:
+    return [broken(f"{name}, {s}", old, new, caught_as, s) for s in (NARROW, WIDE)]
 
 
 EXPANDERS = [
-    *expander("expanded without a fence", FENCED, "cta_barrier()\n        for t in", "ProxyFault"),
-    *expander("codes are not waited for", CODES_WAIT, "s + 0", "UnwrittenRead or SharedMemoryRace"),
-    *expander("codes read a phase early", CODES_WAIT, CODES_WAIT.replace(") & 1", ") & 1 ^ 1"),
-              "UnwrittenRead or SharedMemoryRace"),
-    *expander("operands written over", FREE_WAIT, "s + 0", "SharedMemoryRace or BarrierFault"),
-    *expander("stage expanded a phase late", FREE_WAIT, FREE_WAIT.replace(" ^ 1", ""), "Deadlock"),
-    *too_soon("codes given back before they are read", FREED, "SharedMemoryRace"),
-    *too_soon("stage full before it is expanded", FULL, "SharedMemoryRace or UnwrittenRead"),
-    *expander("codes not given back", FREED, "s + 0", "Deadlock"),
-    *expander("stage not filled", FULL, "s + 0", "Deadlock"),
-    *expander("into the next stage", EXPAND, EXPAND.replace(STAGE, "(s + 1) % spec.stages"),
-              "SharedMemoryRace or UnwrittenRead"),
-    *expander("from the next stage", EXPAND, EXPAND.replace(CODES, "(s + 1) % spec.packed_stages"),
-              "SharedMemoryRace or UnwrittenRead"),
-    broken("offsets of the stage's first block", MORE, MORE.replace(" + 1", ""), "wrong bits",
-           NARROW),
-    broken("offsets of the second half not used", "gl.where(part < 2, word, more)", "word",
-           "wrong bits", NARROW),
-    *expander("offsets of another stage", OFFSETS,
-              OFFSETS.replace("source", "(source + 1) % STAGES"),
-              "SharedMemoryRace or UnwrittenRead"),
-    *expander("offsets of the tile's first block loaded", FACTORS_LOAD,
-              FACTORS_LOAD.replace(" + k", ""), "wrong bits"),
-    *expander("offsets of the first expert loaded", FACTORS_LOAD,
-              FACTORS_LOAD.replace("expert", "0"), "wrong bits"),
-    *expander("offsets of the first tile loaded", FACTORS_ROW, FACTORS_ROW.replace("row", "0"),
-              "wrong bits"),
-    *expander("offset of the low block for the high one", "(word >> (shift + 8)) & 0xFF",
-              "(word >> shift) & 0xFF", "wrong bits"),
-    *expander("offsets of the first half for both", SHIFT, SHIFT.replace("16", "0"), "wrong bits"),
-    broken("both expanders take the same stages", "range(WHICH * TURN, steps,", "range(0, steps,",
-           "SharedMemoryRace or BarrierFault", NARROW),
-    *expander("stages of a tile forgotten", "count=1) return step + steps",
-              "count=1)\n    return step",
-              "SharedMemoryRace or BarrierFault or Deadlock or wrong bits"),
-    broken("packed_full: two arrivals", "packed_full.index(i), count=1",
-           "packed_full.index(i), count=2", "Deadlock", NARROW),
-    broken("packed_empty: two arrivals", "packed_empty.index(i), count=1",
-           "packed_empty.index(i), count=2", "Deadlock", NARROW),
-    broken("bytes of the offsets not expected", "spec.packed_bytes, spec.packed_stages",
-           "spec.stage_bytes_w, spec.packed_stages", "BarrierFault or SharedMemoryRace", NARROW),
-    broken("task_empty: the expanders do not count", TASK_EMPTY,
-           TASK_EMPTY.replace("spec.expanders", "0"), "SharedMemoryRace or BarrierFault", NARROW),
-    broken("task_empty: an expander more", TASK_EMPTY,
-           TASK_EMPTY.replace("expanders", "expanders + 1"), "Deadlock", NARROW),
+    expander("expanded without a fence", FENCED, "cta_barrier()\n        for t in", "ProxyFault"),
+    expander("codes are not waited for", CODES_WAIT, "s + 0", "UnwrittenRead or SharedMemoryRace"),
+    expander("codes read a phase early", CODES_WAIT, CODES_WAIT.replace(") & 1", ") & 1 ^ 1"),
+             "UnwrittenRead or SharedMemoryRace"),
+    expander("operands written over", FREE_WAIT, "s + 0", "SharedMemoryRace or BarrierFault"),
+    expander("stage expanded a phase late", FREE_WAIT, FREE_WAIT.replace(" ^ 1", ""), "Deadlock"),
+    too_soon("codes given back before they are read", FREED, "SharedMemoryRace"),
+    too_soon("stage full before it is expanded", FULL, "SharedMemoryRace or UnwrittenRead"),
+    expander("codes not given back", FREED, "s + 0", "Deadlock"),
+    expander("stage not filled", FULL, "s + 0", "Deadlock"),
+    expander("into the next stage", EXPAND, EXPAND.replace(STAGE, "(s + 1) % spec.stages"),
+             "SharedMemoryRace or UnwrittenRead"),
+    expander("from the next stage", EXPAND, EXPAND.replace(CODES, "(s + 1) % spec.packed_stages"),
+             "SharedMemoryRace or UnwrittenRead"),
+    expander("offsets of another stage", "plain.index(source)",
+             "plain.index((source + 1) % STAGES)", "SharedMemoryRace or UnwrittenRead"),
+    expander("offsets of the first half for both", ">> (16 * half)", ">> (0 * half)", "wrong bits"),
+    expander("one turn of two", f"rings, step, {STAGES_OF_TILE}",
+             f"rings, step, {STAGES_OF_TILE.replace('l1_steps', 'l1_steps // spec.l1_turns')}",
+             "Deadlock"),
+    expander("stages of a tile forgotten", "count=1) return step + steps",
+             "count=1)\n    return step",
+             "SharedMemoryRace or BarrierFault or Deadlock or wrong bits"),
+    expander("packed_full: two arrivals", "packed_full.index(i), count=1",
+             "packed_full.index(i), count=2", "Deadlock"),
+    expander("packed_empty: two arrivals", "packed_empty.index(i), count=1",
+             "packed_empty.index(i), count=2", "Deadlock"),
+    expander("task_empty: it does not count", TASK_EMPTY,
+             TASK_EMPTY.replace("spec.expanders", "0"), "SharedMemoryRace or BarrierFault"),
+    expander("task_empty: one more", TASK_EMPTY,
+             TASK_EMPTY.replace("expanders", "expanders + 1"), "Deadlock"),
+    narrow("offsets of the stage's first block", ROW_WORDS, ROW_WORDS.replace(" + G", "")),
+    narrow("offsets of another stage", ROW_WORDS,
+           ROW_WORDS.replace("stage *", "(stage + 1) % spec.stages *"),
+           "SharedMemoryRace or UnwrittenRead"),
+    narrow("offsets of the other partition's rows", ROW_WORDS,
+           ROW_WORDS.replace("PART)", "1 - PART)")),
+    narrow("offsets of the first half for both", ">> (16 * part)", ">> (0 * part)"),
+    narrow("codes of the stage's first group", CODES_OF, CODES_OF.replace("G *", "0 *")),
+    narrow("codes of the group's first half", CODES_OF, CODES_OF.replace("32 * part", "0")),
+    narrow("codes of the other partition's rows", CODE_ROWS,
+           CODE_ROWS.replace("PART", "(1 - PART)")),
+    narrow("tokens of the stage's first group", TOKENS_OF,
+           TOKENS_OF.replace("G * K_GROUP,", "0,")),
+    narrow("tokens of the low codes for the high", HIGH_TOKENS, HIGH_TOKENS.replace(" + 32", "")),
+    *either("offset of the low block for the high one", "(offsets >> 8) & 0xFF", "offsets & 0xFF"),
+    *either("tables of the low block for the high one", WORDS, WORDS.replace("high", "low")),
+    *either("tables of the high block for the low one", WORDS, WORDS.replace("low", "high")),
+    *either("offsets of the tile's first block loaded", FACTORS_LOAD,
+            FACTORS_LOAD.replace(" + k", "")),
+    *either("offsets of the first expert loaded", FACTORS_LOAD,
+            FACTORS_LOAD.replace("expert", "0")),
+    *either("offsets of the first tile loaded", FACTORS_ROW, FACTORS_ROW.replace("row", "0")),
+    *either("bytes of the offsets not expected", "spec.packed_bytes, spec.packed_stages",
+            "spec.stage_bytes_w, spec.packed_stages", "BarrierFault or SharedMemoryRace"),
     broken("first stage loaded twice", LOAD_REST.format("k"), LOAD_REST.format("0"),
            "Deadlock or wrong bits or BarrierFault"),
     broken("first stage not loaded", "step, 0, k, rows", "step, k, k, rows", "Deadlock"),
+    broken("first stage of the second turn not loaded", "k = 0 if", "k = turn\n                if",
+           "Deadlock"),
 ]  # fmt: skip
 
 # --- wide tiles: a partition without tokens -----------------------------------------------------
 
 IDLE = "PART * ROWS >= valid"
-PASSED = "mbarrier.arrive(rings.empty.index(stage), count=1) step += 1 return step"
-PASSING = "for _ in range(stages): stage = take_stage(rings, step, STAGES)"
+PASSED = "give_back(rings, step, STAGES) step += 1 return step"
+PASSING = "for _ in range(stages): take_stage(rings, step, STAGES)"
 SECOND_HALF = "(spec.block_m > BOX) and (valid > BOX)"
 WIDE_TILES = [
     broken("rows of the second half not loaded", SECOND_HALF,
@@ -314,20 +447,25 @@ WIDE_TILES = [
     broken("a partition with a token passes by", IDLE, "PART * ROWS + 1 >= valid",
            "UnwrittenRead or wrong bits", "half"),
     broken("a partition without tokens does not wait", PASSING,
-           "for _ in range(stages):\n        stage = step % STAGES",
+           "for _ in range(stages):\n        step + 0",
            "SharedMemoryRace or BarrierFault or Deadlock", "fp8 wide"),
     broken("a partition without tokens holds the stage", PASSED, "step += 1\n    return step",
            "Deadlock", "fp8 wide"),
     broken("stages passed by forgotten", PASSED,
-           "mbarrier.arrive(rings.empty.index(stage), count=1)\n    return step",
+           "give_back(rings, step, STAGES)\n    return step",
            "Deadlock or BarrierFault or SharedMemoryRace", "fp8 wide"),
+    broken("a partition without tokens passes by one turn of two", f"stages = {STAGES_OF_TILE}",
+           f"stages = {STAGES_OF_TILE.replace('l1_steps', 'l1_steps // spec.l1_turns')}",
+           "Deadlock or BarrierFault or SharedMemoryRace", "fp8 wide"),
+    broken("a partition without tokens holds the stage, fp8 halves", PASSED,
+           "step += 1\n    return step", "Deadlock", FP8_HALVES),
 ]  # fmt: skip
 
 # --- weight scales of fp8_block, which come with their stage ------------------------------------
 
-HALVES = "plain.index(block * MATH_PARTITIONS + PART)"
-UPPER = "fours.index(block * FOURS + UP // 4)"
-SCALES_OF = "block = stage * ROWS_OF_STAGE + BLOCK"
+SCALES_OF = "first = (stage * spec.factor_rows + G) * FOURS"
+UPPER = "fours.index(first + UP // 4)"
+NEXT = "(stage + 1) % spec.stages *"
 BLOCKS = ("fp8_block", "fp8_block wide")  # weights first in pairs of products; tokens first
 
 
@@ -340,10 +478,11 @@ SCALES = [
     *scales("scales of the tile's first block loaded", FACTORS_LOAD,
             FACTORS_LOAD.replace(" + k", "")),
     *scales("scales of the first tile loaded", FACTORS_ROW, FACTORS_ROW.replace("row", "0")),
-    *scales("scales of the next stage", SCALES_OF,
-            SCALES_OF.replace("stage", "((stage + 1) % spec.stages)"),
-            "SharedMemoryRace or UnwrittenRead"),
-    broken("scales of the stage's first block", SCALES_OF, SCALES_OF.replace(" + BLOCK", ""),
+    broken("scales of the next stage, fp8_block", ROW_WORDS, ROW_WORDS.replace("stage *", NEXT),
+           "SharedMemoryRace or UnwrittenRead", BLOCKS[0]),
+    broken("scales of the next stage, fp8_block wide", SCALES_OF,
+           SCALES_OF.replace("stage *", NEXT), "SharedMemoryRace or UnwrittenRead", BLOCKS[1]),
+    broken("scales of the stage's first block", ROW_WORDS, ROW_WORDS.replace(" + G", ""),
            "wrong bits", BLOCKS[0]),
     broken("gate's scale for up", UPPER, UPPER.replace(" + UP // 4", ""), "wrong bits", BLOCKS[1]),
 ]  # fmt: skip
@@ -442,11 +581,20 @@ COUNTERS = [
            "signal_rows(arrived + block, 1, real)", "Deadlock"),
 ]  # fmt: skip
 
-TILES = [*EXPANDERS, *WIDE_TILES, *SCALES]
+TILES = [*EPILOGUE, *EXPANDERS, *WIDE_TILES, *SCALES]
 MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *TILES, *ORDER, *REBASE, *COUNTERS]
 
 # (mutation, why nothing comes to light)
 NOT_CAUGHT = [
+    (
+        Mutation(
+            "stage released while loads of its scales are under way",
+            (*NO_LATE_RELEASE,
+             (f"{PRODUCTS} {RELEASE}", f"{PRODUCTS}\n        {NOW}")),
+            "", "fp8 long",
+        ),
+        "a load is done at once; megamoe.sass looks for this in the machine code",
+    ),
     (
         broken("rows signalled before all warps stored",
                "cta_barrier() gl.atomic_add(flags, amounts", "gl.atomic_add(flags, amounts",
@@ -467,8 +615,18 @@ NOT_CAUGHT = [
     ),
     (
         broken("stage full before all warps expanded it", FENCED,
-               "fence_async_shared()\n        for t in", "", NARROW),
+               "fence_async_shared()\n        for t in", "", WIDE),
         "an arrival at an mbarrier is taken for that of the whole partition",
+    ),
+    (
+        broken("maxima announced before all warps stored them", f"cta_barrier() {ARRIVE_MAXIMA}",
+               ARRIVE_MAXIMA, ""),
+        "an arrival at an mbarrier is taken for that of the whole partition",
+    ),
+    (
+        broken("weights on their way without a limit", "if spec.in_flight < spec.packed_stages:",
+               "if spec.packed_stages < 0:", ""),
+        "the wait is for speed alone: stages are taken in turn, and free_stage guards each",
     ),
     (
         broken("weights do not let the first rows pass", GATE_WAIT,
@@ -476,8 +634,8 @@ NOT_CAUGHT = [
         "weights depend on nobody: the wait is for speed alone",
     ),
     (
-        broken("scales of the other partition's rows", HALVES, HALVES.replace("PART)", "1 - PART)"),
-               "", BLOCKS[0]),
+        broken("scales of the other partition's rows", ROW_WORDS,
+               ROW_WORDS.replace("PART)", "1 - PART)"), "", BLOCKS[0]),
         "both halves of a tile lie in the same 128 x 128 blocks, gate and up alike",
     ),
     (
@@ -506,7 +664,7 @@ NOT_CAUGHT = [
     ),
     (
         broken("no fence by the math after L1's output is stored",
-               f"{STORE_H} # L2's loaders read this through TMA {FENCE}", STORE_H, ""),
+               f"# L2's loaders read this through TMA {FENCE}", "", ""),
         "the fence of the signal warp, which has seen these stores, covers them",
     ),
     (

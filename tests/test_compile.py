@@ -40,9 +40,7 @@ class KnownSpill(NamedTuple):
     reason: str
 
 
-# two products under way and the scales of both leave no register over; 3.6 has just enough
-WHY = "one scale of a pair of products, once a turn of 256 of K"
-KNOWN_SPILLS = [KnownSpill("3.9", f"fp8_block-128{clamp}", 1, 3, WHY) for clamp in ("", "-clamp")]
+KNOWN_SPILLS: list[KnownSpill] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +67,7 @@ def test_kernel_compiles_without_faults(case):
     if found.usetmaxreg:
         p = case.policy
         traded = MATH_PARTITIONS * p.math_registers + p.dispatch_registers
-        traded += p.expanders * p.expand_warps // 4 * p.expand_registers + p.load_registers
+        traded += p.expanders * p.expand_registers + p.load_registers
         assert 128 * traded <= 32 * found.warps * found.registers <= 65536
     else:
         assert 32 * found.warps * found.registers <= 65536
@@ -88,7 +86,8 @@ def test_the_policy_picks_nothing_else():
         free = replace(case.config, block_m=None)
         picked |= {(free.recipe, tile_policy(free, rows / 4)) for rows in range(4 * 300)}
     assert picked == compiled
-    assert len(compiled) == len(RECIPES) * len(BLOCK_MS)
+    # fp8 and bf16 have two wide tiles
+    assert len(compiled) == len(RECIPES) * len(BLOCK_MS) + 2
     names = [case.name for case in offline.all_cases()]
     assert len(set(names)) == len(names)
 
@@ -261,6 +260,35 @@ def test_a_sum_over_all_of_k_must_not_wait_for_its_last_product():
         assert loop.serialised == expected and loop.wgmma == 2
 
 
+@pytest.mark.parametrize(
+    "load", ["LDS R20, [R15]", "LDS.64 R19, [R15]", "LDSM.16.M88.4 R17, [R15]"]
+)
+def test_a_stage_given_back_before_a_load_from_it_is_used_is_found(load):
+    """Only the use shows that the load is done; it may come in the next turn."""
+    text = """
+        k:
+        {top}
+        {load}
+        QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], RZ, !UPT, gsb0
+        WARPGROUP.DEPBAR.LE gsb0, 0x0
+        BAR.SYNC.DEFER_BLOCKING 0x2, 0x80
+        {middle}
+        IADD3 R101, R17, R18, R19
+        FFMA R100, R24, {use}, R100
+        @P1 BRA (k)
+        EXIT
+    """
+    release = "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR25+0x37800], RZ"
+
+    def early(**holes: str) -> int:
+        code = text.format(**({"top": "", "middle": "", "use": "R20", "load": load} | holes))
+        (loop,) = sass.k_loops(sass.parse(assemble(code)))
+        return loop.early_releases
+
+    assert early() == 0 == early(top=release)
+    assert early(middle=release) == 1 == early(top=release, use="R10")
+
+
 # two loops, and a slow path as in a K loop
 EXPANDER = """
     roles:
@@ -289,6 +317,8 @@ EXPANDER = """
     @!P0 BRA (waiting)
     BRA (codes)
 """
+
+ONE_EXPANDER = EXPANDER.replace("STS.128 [R13], R8\n    @P1 BRA (e2)", "@P1 BRA (e2)")
 
 
 def expanders_of(**holes: str) -> list[sass.Loop]:
@@ -332,16 +362,20 @@ def test_code_that_cannot_be_read_is_refused():
 
 
 def made_up_report(text: str, *, shared: int = 1000, case: offline.Case | None = None):
-    case = case or next(c for c in offline.policy_cases() if c.name == "fp8-128")
+    case = case or next(c for c in offline.policy_cases() if c.name == "fp8-128-by-256")
     compiled = offline.Compiled(
         case=case, registers=128, stack=0, shared=shared, warps=16, seconds=1.0, sass=assemble(text)
     )
     return offline.report(compiled)
 
 
-def whole_kernel(*, bad_loop: dict[str, str] | None = None, extra: str = "UTMALDG.2D [UR8]") -> str:
-    """Two partitions with two K loops each, the last one with `bad_loop` in its holes."""
-    holes = [HOLES, HOLES, HOLES, HOLES | (bad_loop or {})]
+def whole_kernel(
+    *, count: int = 4, bad_loop: dict[str, str] | None = None, extra: str = "UTMALDG.2D [UR8]"
+) -> str:
+    """`count` K loops: two partitions with one or two of L1 and one of L2.  The last one has
+    `bad_loop` in its holes.
+    """
+    holes = [HOLES] * (count - 1) + [HOLES | (bad_loop or {})]
     loops = [
         re.sub(r"\b(tile|k|landed|skip|joined|slow|end)(?=[:)])", rf"\g<1>{n}", CLEAN.format(**h))
         for n, h in enumerate(holes)
@@ -358,6 +392,9 @@ def test_faults_are_found_and_only_faults():
     assert offline.faults(spilling, known_spills=(0, 1)) != []
     serialised = made_up_report(whole_kernel(bad_loop={"between": WAIT}))
     assert offline.faults(serialised) == ["K loops wait between WGMMAs of one sum: 1"]
+    loaded = "LDS R20, [R15]\nSYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR25+0x37800], RZ\nFADD R21, R20, R20"
+    early = made_up_report(whole_kernel(bad_loop={"loop": loaded}))
+    assert offline.faults(early) == ["1 stages given back before what was loaded from them is used"]
     assert offline.faults(made_up_report(whole_kernel(extra="NOP"))) == ["no UTMALDG"]
     quiet = whole_kernel().replace("USETMAXREG", "NOP")
     assert offline.faults(made_up_report(quiet)) == ["no USETMAXREG"]
@@ -368,25 +405,25 @@ def test_faults_are_found_and_only_faults():
     few = offline.faults(
         made_up_report("USETMAXREG 0xd0\nUTMALDG.2D [UR8]\n" + CLEAN.format(**HOLES))
     )
-    assert few == ["1 K loops, expected 4: L1 and L2 of each partition"]
+    assert few == ["1 K loops, expected 4: in each partition 1 of L1, 1 of L2"]
     dispatch = offline.chain_cases()[0]
     assert offline.faults(made_up_report("NOP\nEXIT", case=dispatch)) == []
 
 
 def test_faults_of_expanders_are_found():
-    case = next(c for c in offline.policy_cases() if c.name == "mxfp4-16")
-    assert case.policy.expanders == 2
-    right = whole_kernel() + EXPANDER.format(**HOLES)
+    case = next(c for c in offline.policy_cases() if c.name == "mxfp4-128")
+    assert (case.policy.expanders, case.spec.l1_turns) == (1, 2)
+    right = whole_kernel(count=6) + ONE_EXPANDER.format(**HOLES)
     assert offline.faults(made_up_report(right, case=case)) == []
-    spilling = whole_kernel() + EXPANDER.format(**(HOLES | {"slow": "LDL R4, [R1]"}))
+    spilling = whole_kernel(count=6) + ONE_EXPANDER.format(**(HOLES | {"slow": "LDL R4, [R1]"}))
     found = made_up_report(spilling, case=case)
     assert (found.loop_spills, found.expander_spills) == ((0, 0), (0, 1))
     assert offline.faults(found) == ["expanders spill: STL 0, LDL 1"]
     assert offline.faults(found, known_spills=(9, 9)) == ["expanders spill: STL 0, LDL 1"]
-    none = offline.faults(made_up_report(whole_kernel(), case=case))
-    assert none == ["0 loops of expanders, expected 2: one of each"]
-    some = offline.faults(made_up_report(right))
-    assert some == ["2 loops of expanders, expected 0: one of each"]
+    none = offline.faults(made_up_report(whole_kernel(count=6), case=case))
+    assert none == ["0 loops of expanders, expected 1"]
+    some = offline.faults(made_up_report(whole_kernel() + EXPANDER.format(**HOLES)))
+    assert some == ["2 loops of expanders, expected 0"]
 
 
 def test_a_page_keeps_the_tables_of_other_versions():
@@ -398,18 +435,18 @@ def test_a_page_keeps_the_tables_of_other_versions():
     assert again == page
     assert re.findall(r"(?m)^## Triton (\S+)$", page) == ["3.6.0", "3.10.0"]
     old, new = page.split("## Triton 3.10.0")
-    assert "- fp8-128: K loops spill: STL 1, LDL 0" in old and "No faults." in new
-    row = "| moe_kernel | fp8 | ue8m0_32 |  | 128 | prefill | 128 ({}) | 0 | 0 / 0 |  |"
+    assert "- fp8-128-by-256: K loops spill: STL 1, LDL 0" in old and "No faults." in new
+    row = "| moe_kernel | fp8 | ue8m0_32 |  | 128 | 256 | prefill | 128 ({}) | 0 | 0 / 0 |  |"
     p = good.case.policy
     roles = f"{p.math_registers} / {p.dispatch_registers} / - / {p.load_registers}"
     assert row.format(roles) in new
     header, rule, first = new.strip().splitlines()[:3]
-    assert header.count("|") == rule.count("|") == first.count("|") == 17
+    assert header.count("|") == rule.count("|") == first.count("|") == 18
 
 
 def test_a_row_of_mxfp4_names_its_expanders():
-    case = next(c for c in offline.policy_cases() if c.name == "mxfp4-16")
-    text = whole_kernel() + EXPANDER.format(**(HOLES | {"loop": "STL [R1], R4"}))
+    case = next(c for c in offline.policy_cases() if c.name == "mxfp4-128")
+    text = whole_kernel(count=6) + ONE_EXPANDER.format(**(HOLES | {"loop": "STL [R1], R4"}))
     (row,) = offline.table([made_up_report(text, case=case)]).splitlines()[2:3]
     p = case.policy
     registers = f"({p.math_registers} / {p.dispatch_registers} / {p.expand_registers} /"

@@ -7,13 +7,15 @@ NOT_CAUGHT lists mutations that the interpreter cannot see, with the reason.
 
 Why the grid is enough: every wait, every signal (order, scope, fence, barrier), every mbarrier
 (count, bytes, phase) and every counter that is cleared or recorded is broken at least once, alone;
-so is every step of the expanders, which have rings of their own, and what the order of tiles rests
-on. Each runs in the smallest scene in which it matters: calls that follow each other on two ranks
-(a set of counters comes back in the third), a block whose rows arrive one after another, tiles of
-which L2 has several, a pool with more blocks than its ring, one and two expanders with more stages
-than their rings hold. What changes no bit of a call in such a scene, who gets which tile and how
-many values dispatch has rounded, is held against oracles of its own (ORACLES). The unmutated copy
-passes every scene with the same seeds, so a mutation is caught for what it breaks.
+so is every step of the K loops (one product, two, two halves) and of the expander, which has a ring
+of its own, what a tile reads before its K loop and exchanges after it, and what the order of tiles
+rests on. Each runs in the smallest scene in which it matters: calls that follow each other on two
+ranks (a set of counters comes back in the third), a block whose rows arrive one after another, an
+L2 tile in a program without an L1 tile of its block, a pool with more blocks than its ring, for
+every K loop tiles with more stages than its ring holds. What changes no bit of a call in such a
+scene, who gets which tile and how many values dispatch has rounded, is held against oracles of its
+own (ORACLES). The unmutated copy passes every scene with the same seeds, so a mutation is caught
+for what it breaks.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ def uneven(config: MoEConfig, tokens: int, g: torch.Generator) -> torch.Tensor:
 TWO_RANKS = {"ranks": 2, "experts": 6, "capacity": 5}
 LONG = {"hidden": 512, "intermediate": 512}
 ONE_RANK = {"experts": 20, "topk": 4, "capacity": 5, "block_m": 128}
+HALVES = {"experts": 1, "topk": 1, "capacity": 129}  # more rows than plan.WIDE_ROWS
 MANY = {"ranks": 2, "experts": 40, "topk": 1, "capacity": 40, "block_m": 128}
 SCENES = {
     # a few blocks and tokens, fewer, more: what was not cleared is met again by the third call
@@ -100,6 +103,12 @@ SCENES = {
     "mxfp4 wide": Scene(
         Layer(make_config(("mxfp4", "token"), block_m=128, **LONG, **TWO_RANKS)), 1, ((4, 4),)
     ),
+    # 256 weight rows a stage; both partitions have tokens of the first block, one of the second
+    # (and with this seed L2's weight scales of the one half are not those of the other)
+    "fp8 halves": Scene(Layer(make_config(("fp8", "token"), **HALVES), seed=61), 1, ((129,),)),
+    "bf16 halves": Scene(Layer(make_config(("bf16", "none"), **HALVES)), 1, ((129,),)),
+    # programs that have L2 tiles of a block and none of its L1 tiles
+    "spread": Scene(Layer(make_config(**TWO_RANKS)), 4, ((3, 2),)),
     # every program has tokens of its own, more than are added up at once
     "long": Scene(
         Layer(make_config(("fp8", "token"), **(TWO_RANKS | {"capacity": 9}))), 1, ((8, 5),) * 3
@@ -127,6 +136,30 @@ def expected(name: str) -> list[list[torch.Tensor]]:
         return []
     scene = SCENES[name]
     return [scene.layer.model()(**call.arguments) for call in scene.calls]
+
+
+LOOPS = (
+    "bf16",
+    "bf16 halves",
+    "fp8 halves",
+    "fp8 long",
+    "fp8 wide",
+    "fp8_block",
+    "fp8_block wide",
+    "mxfp4",
+    "mxfp4 wide",
+)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_scenes_of_k_loops_have_more_stages_than_their_rings(name):
+    scene = SCENES[name]
+    plan = scene.layer.model(programs=scene.programs).plan
+    spec = plan.spec(plan.policy(max(scene.tokens[0])))
+    assert spec.halves == (2 if "halves" in name else 1)
+    blocks = live_blocks(scene.calls[0], scene.layer.config, 0, spec.block_m)
+    steps = blocks * (spec.l1_tiles * spec.l1_steps + spec.l2_tiles * spec.l2_steps)
+    assert steps // scene.programs > spec.packed_stages
 
 
 def test_ring_scene_has_more_blocks_than_its_ring():

@@ -27,6 +27,7 @@ from megamoe.kernel.schedule import place_of_l1, place_of_l2, schedule_role
 from megamoe.plan import (
     ALIGN,
     BLOCK_MS,
+    HALF_N,
     ITEMSIZE,
     MATH_PARTITIONS,
     SHARED_BYTES,
@@ -283,7 +284,7 @@ def test_ring_holds_what_is_alive(block_m):
         if ring == most:
             continue  # every block of the largest call has a slot of its own
         spec = plan.spec(policy)
-        assert spec.lag == lag_blocks(config, policy, programs) and spec.ring_blocks == ring
+        assert spec.lag == lag_blocks(config, programs) and spec.ring_blocks == ring
         for blocks in (ring + 1, 2 * ring + 1):
             tiles = order(blocks, spec.lag, spec.l1_tiles, spec.l2_tiles)
             assert alive(tiles) <= ring
@@ -312,10 +313,10 @@ def test_tile_policy_by_tokens_of_an_expert(recipe):
         policy = tile_policy(config, tokens)
         assert policy.block_m == block_m
         assert policy.family == ("decode" if block_m <= 32 else "prefill")
-        assert policy.block_n == 64 * MATH_PARTITIONS == 128
+        two = recipe in ("fp8", "bf16") and tokens > 128
+        assert policy.block_n == (256 if two else 128) and HALF_N == 64 * MATH_PARTITIONS == 128
         assert policy.block_k == (64 if recipe == "bf16" else 256 if block_m <= 32 else 128)
-        expanders = 1 if block_m == 128 else 2
-        assert policy.expanders == (expanders if recipe == "mxfp4" else 0)
+        assert policy.expanders == (recipe == "mxfp4" and block_m == 128)
     for block_m in BLOCK_MS:
         fixed = make_config((recipe, X_SCALES[recipe][0]), block_m=block_m)
         assert {tile_policy(fixed, t).block_m for t in (0, 20, 1000)} == {block_m}
@@ -333,7 +334,7 @@ def test_policy_of_a_call_counts_live_tokens():
 
 def policies() -> list[tuple[MoEConfig, TilePolicy]]:
     configs = [make_config((recipe, scales)) for recipe in RECIPES for scales in X_SCALES[recipe]]
-    return [(c, tile_policy(c, b)) for c in configs for b in BLOCK_MS]
+    return [(c, tile_policy(c, rows)) for c in configs for rows, _ in TILES]
 
 
 @pytest.mark.parametrize(("config", "policy"), policies(), ids=lambda v: getattr(v, "recipe", ""))
@@ -343,13 +344,11 @@ def test_registers_fit(config, policy):
     The warps are whole warpgroups: math, communicate, expand, and one of the four single warps.
     """
     p = policy
-    assert p.expand_warps == (8 if p.block_m <= 32 else 4)
-    expanding = p.expanders * p.expand_warps // 4
-    groups = MATH_PARTITIONS + 1 + expanding + 1
+    groups = MATH_PARTITIONS + 1 + p.expanders + 1
     launched = 65536 // (128 * groups) // 8 * 8
-    assert launched == {4: 128, 5: 96, 6: 80, 8: 64}[groups]
+    assert launched == {4: 128, 5: 96}[groups]
     total = MATH_PARTITIONS * p.math_registers + p.dispatch_registers
-    total += expanding * p.expand_registers + p.load_registers
+    total += p.expanders * p.expand_registers + p.load_registers
     assert total <= launched * groups
     budgets = [p.math_registers, p.dispatch_registers, p.load_registers]
     for budget in budgets + [p.expand_registers] * (p.expanders > 0):
@@ -359,31 +358,39 @@ def test_registers_fit(config, policy):
 @pytest.mark.parametrize(("config", "policy"), policies(), ids=lambda v: getattr(v, "recipe", ""))
 def test_shared_memory_fits(config, policy):
     """Operands of WGMMA in stages, with scales of tokens; fp8_block and MXFP4 have a word for each
-    weight row and 128 of K too; MXFP4 lands as half a byte a weight in stages of its own.
+    weight row and 128 of K too; MXFP4 lands as half a byte a weight, in wide tiles in stages of its
+    own beside those of what it is expanded to.
     """
     p, spec = policy, Plan(config).spec(policy)
     size = 2 if config.recipe == "bf16" else 1
-    stage = (p.block_n + p.block_m) * p.block_k * size
-    scales = {"bf16": 1, "fp8_block": p.block_k // 64}.get(config.recipe, p.block_k // 64)
+    weights = p.block_n * p.block_k * size
+    if config.recipe == "mxfp4" and not p.expanders:
+        weights //= 2
+    stage = weights + p.block_m * p.block_k * size
+    scales = 1 if config.recipe == "bf16" else p.block_k // 128
     assert spec.stage_scale_rows == scales and spec.stage_bytes_x == p.block_m * p.block_k * size
     used = p.stages * (stage + 4 * scales * p.block_m)
     words = 4 * p.block_n * p.block_k // 128 if config.recipe in ("fp8_block", "mxfp4") else 0
-    if config.recipe == "mxfp4":
+    if p.expanders:
         assert spec.packed_bytes == p.block_n * p.block_k // 2 + words
         used += p.packed_stages * spec.packed_bytes
-        # expanders free a stage of codes before its operands have been read
-        assert p.packed_stages >= p.stages >= 3
-        # an expander that waits for a stage of codes has seen the last ones there itself
-        assert p.expanders == 1 or p.packed_stages * spec.factor_rows % (2 * p.expanders) == 0
+        # a half of an activated tile waits for the other: fp32, 64 columns of each token
+        assert spec.sets_aside
+        used += 4 * 64 * p.block_m
+        # the expander frees a stage of codes before its operands have been read
+        assert p.packed_stages >= p.stages >= 4
     else:
-        assert spec.packed_bytes == p.block_n * p.block_k * size + words
+        assert spec.packed_bytes == weights + words and not spec.sets_aside
         used += p.stages * words
         assert p.packed_stages == p.stages >= 4
     assert used <= SHARED_BYTES == 232_448
     for length in (config.padded_hidden, config.padded_intermediate):
         assert length % p.block_k == 0 and length % p.block_n == 0
-        # an expander takes 256 of K in turn
-        assert p.expanders == 0 or length % 256 == 0
+        # an expander takes two stages at a time
+        assert p.expanders == 0 or length % (2 * p.block_k) == 0
+    # weights in flight: as many as the memory needs, some, and not more than there is room for
+    assert 1 <= p.in_flight <= p.packed_stages
+    assert p.in_flight * weights <= 98_304 or p.in_flight == 1
 
 
 @pytest.mark.parametrize("hidden", [8, 256, 288, 2304, 4096, 7168, 16384])

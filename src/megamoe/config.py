@@ -25,7 +25,7 @@ MAX_HIDDEN = 16384
 MAX_CAPACITY = 1 << 20
 PAD = 256
 SCALE_BLOCK = 128
-H_GROUP = 64
+H_GROUP = 128
 
 
 class MegaMoEConfigError(ValueError):

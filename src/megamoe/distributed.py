@@ -178,7 +178,7 @@ class SymmetricMoE:
         the numbers of calls that errors name), after which nothing is done for the first time any
         more.  Collective.
 
-        tokens: None for all numbers up to the capacity (at most four tile policies); 0 is always
+        tokens: None for all numbers up to the capacity (at most five tile policies); 0 is always
         among them. Processes that share Triton's cache compile one at a time, so each kernel is
         compiled once.
         """

@@ -27,8 +27,10 @@ from megamoe.kernel import compat, mega
 from megamoe.launch import CHAIN, FUSED, OPTIONS, Launch, Tile, shared_layout, tiles
 from megamoe.plan import (
     BLOCK_MS,
+    HALF_N,
     MATH_PARTITIONS,
     SHARED_BYTES,
+    TILES,
     KernelSpec,
     Plan,
     TilePolicy,
@@ -72,14 +74,17 @@ class OfflineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel to compile: a configuration that fixes block_m, and which launch of a forward."""
+    """One kernel to compile: a configuration that fixes block_m, which launch of a forward, and the
+    rows of an average expert, block_m if not given.
+    """
 
     config: MoEConfig
     launch: Launch = FUSED[0]
+    rows: float | None = None
 
     @property
     def policy(self) -> TilePolicy:
-        return tile_policy(self.config, self.config.block_m)
+        return tile_policy(self.config, self.rows or self.config.block_m)
 
     @property
     def spec(self) -> KernelSpec:
@@ -91,6 +96,8 @@ class Case:
         """Short and unique among :func:`all_cases`."""
         c = self.config
         parts = [c.recipe, str(c.block_m)]
+        if self.policy.block_n != HALF_N:
+            parts.append(f"by-{self.policy.block_n}")
         if self.launch not in FUSED:
             parts.append(self.launch.phases)
         if c.x_scales != X_SCALES[c.recipe][0]:
@@ -122,8 +129,9 @@ class Compiled:
 class Report:
     """The counts of one compiled kernel; see :class:`Compiled` for the first ones.
 
-    loops: its K loops, in each math partition one of L1 and one of L2. expanders: the loops over
-    blocks of codes, one in each expander of MXFP4. stl, ldl: spill stores and loads anywhere.
+    loops: its K loops, in each math partition one for each turn of L1 and one of L2. expanders: the
+    loops over blocks of codes, one in the expander of MXFP4 if there is one. stl, ldl: spill stores
+    and loads anywhere.
     reused_barriers: see :func:`megamoe.sass.reused_barriers`.
     """
 
@@ -151,7 +159,7 @@ class Report:
 
     @property
     def expander_spills(self) -> tuple[int, int]:
-        """The same inside the loops of expanders."""
+        """The same inside the loop of an expander."""
         return _spills(self.expanders)
 
     @property
@@ -168,19 +176,22 @@ def _spills(loops: Sequence[sass.Loop]) -> tuple[int, int]:
 
 def policy_cases() -> list[Case]:
     """The fused kernel of every recipe in every tile the policy can pick."""
-    return [_case(recipe, block_m) for recipe in RECIPES for block_m in BLOCK_MS]
+    cases = [_case(recipe, block_m, most) for recipe in RECIPES for most, block_m in TILES]
+    return list({(case.config.recipe, case.policy): case for case in cases}.values())
 
 
 def variant_cases() -> list[Case]:
-    """The fused kernel with x scales other than the default, with a clamp: once a tile family."""
-    blocks = (min(BLOCK_MS), max(BLOCK_MS))
+    """The fused kernel with x scales other than the default, with a clamp: in the narrowest and the
+    widest tile.
+    """
+    ends = [(block_m, most) for most, block_m in (TILES[0], TILES[-1])]
     scales = [
-        _case(recipe, block_m, x_scales=name)
+        _case(recipe, *tile, x_scales=name)
         for recipe in RECIPES
         for name in X_SCALES[recipe][1:]
-        for block_m in blocks
+        for tile in ends
     ]
-    return scales + [_case(recipe, b, clamp=CLAMP) for recipe in RECIPES for b in blocks]
+    return scales + [_case(recipe, *tile, clamp=CLAMP) for recipe in RECIPES for tile in ends]
 
 
 def chain_cases() -> list[Case]:
@@ -192,8 +203,8 @@ def all_cases() -> list[Case]:
     return policy_cases() + variant_cases() + chain_cases()
 
 
-def _case(recipe: str, block_m: int, **options: object) -> Case:
-    return Case(MoEConfig(recipe=recipe, block_m=block_m, **SHAPE, **options))
+def _case(recipe: str, block_m: int, rows: float | None = None, **options: object) -> Case:
+    return Case(MoEConfig(recipe=recipe, block_m=block_m, **SHAPE, **options), rows=rows)
 
 
 # --- compiling ---------------------------------------------------------------------------------
@@ -312,13 +323,17 @@ def faults(found: Report, *, known_spills: tuple[int, int] = (0, 0)) -> list[str
             wrong.append(f"no {name.upper()}")
     if getattr(found, other):
         wrong.append(f"{getattr(found, other)} {other.upper()}, the recipe has none")
-    loops = 2 * MATH_PARTITIONS
+    turns = found.case.spec.l1_turns
+    loops = (turns + 1) * MATH_PARTITIONS
     if len(found.loops) != loops:
-        wrong.append(f"{len(found.loops)} K loops, expected {loops}: L1 and L2 of each partition")
+        wrong.append(
+            f"{len(found.loops)} K loops, expected {loops}: "
+            f"in each partition {turns} of L1, 1 of L2"
+        )
     expanders = found.case.policy.expanders
     if len(found.expanders) != expanders:
         wrong.append(
-            f"{len(found.expanders)} loops of expanders, expected {expanders}: one of each"
+            f"{len(found.expanders)} loops of expanders, expected {expanders}"
         )
     for name, spills, known in (
         ("K loops", found.loop_spills, known_spills),
@@ -329,6 +344,9 @@ def faults(found: Report, *, known_spills: tuple[int, int] = (0, 0)) -> list[str
     if found.reused_barriers:
         places = _names([hex(offset) for offset in found.reused_barriers])
         wrong.append(f"memory of barriers is used for something else: {places}")
+    early = sum(loop.early_releases for loop in found.loops + found.expanders)
+    if early:
+        wrong.append(f"{early} stages given back before what was loaded from them is used")
     if found.serialised:
         wrong.append(f"K loops wait between WGMMAs of one sum: {found.serialised}")
     return wrong
@@ -359,8 +377,8 @@ Clamp, where there is one: {CLAMP:g}.
 - **s**: seconds to compile, on a machine that was doing other things too.
 """
 HEADER = (
-    "| kernel | recipe | x scales | clamp | block_m | family | registers | stack | K loops "
-    "| expanders | WGMMA | UTMALDG | USETMAXREG | shared | warps | s |"
+    "| kernel | recipe | x scales | clamp | block_m | block_n | family | registers | stack "
+    "| K loops | expanders | WGMMA | UTMALDG | USETMAXREG | shared | warps | s |"
 )
 
 
@@ -387,7 +405,8 @@ def _row(r: Report) -> str:
     if r.expanders:
         expanders = "{} / {}".format(*r.expander_spills)
     cells = (
-        kernel, c.recipe, c.x_scales, "" if c.clamp is None else "yes", c.block_m, p.family,
+        kernel, c.recipe, c.x_scales, "" if c.clamp is None else "yes", c.block_m, p.block_n,
+        p.family,
         f"{r.registers}{roles}", r.stack, loops, expanders, f"{r.qgmma + r.hgmma}{kind}",
         r.utmaldg, r.usetmaxreg, r.shared, r.warps, f"{r.seconds:.1f}",
     )  # fmt: skip

@@ -17,12 +17,17 @@ K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
 BLOCK_MS = (16, 32, 64, 128)
 # (most rows an average expert has, block_m): the smallest tile that holds them; what others would
 # take is timed by benchmarks/search_tiles.py
-TILES = ((16, 16), (32, 32), (64, 64), (float("inf"), 128))
+TILES = ((16, 16), (32, 32), (64, 64), (128, 128), (float("inf"), 128))
+WIDE_ROWS = 128  # with more, wide tiles take 256 weight rows at a time where registers allow it
 MATH_PARTITIONS = 2  # warpgroups that share a tile
-BLOCK_N = 64 * MATH_PARTITIONS  # weight rows of a tile
+PART_ROWS = 64  # M side of a math partition: weight rows or tokens
+HALF_N = PART_ROWS * MATH_PARTITIONS  # weight rows of one accumulator of all partitions
+L1_ROWS = 2 * H_GROUP  # weight rows of an L1 tile: gate and up of one scale group of its output
 SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next
 ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
 PULL_BYTES = 2048  # of each row that dispatch has in flight at once
+# of weights on their way to one SM: more would not come sooner, and all else would wait behind it
+IN_FLIGHT_BYTES = 98_304
 SMS_H200 = 132
 SHARED_BYTES = 232_448  # shared memory one CTA can have on sm_90
 # left to the compiler for layout conversions and reductions: by whether the tile is a wide one
@@ -55,8 +60,7 @@ ROLES = (
     "load weights",
     "load tokens",
     "signal",
-    "expand 0",
-    "expand 1",
+    "expand",
 )
 TRACE_WORDS = 4  # tag, begin, middle, end
 
@@ -81,26 +85,25 @@ class Region:
 class TilePolicy:
     """How the matrix products are cut.
 
-    A tile is ``block_n`` weight rows by ``block_m`` tokens; each math partition owns half of it.
-    ``block_k`` columns of K travel in one stage; MXFP4 codes land in ``packed_stages`` of their
-    own, from which ``expanders`` partitions of ``expand_warps`` fill the stages.
+    An L2 tile is ``block_n`` weight rows by ``block_m`` tokens, an L1 tile 256 weight rows, in one
+    turn or two; each math partition owns half of it.  ``block_k`` columns of K travel in one
+    stage.  In wide tiles MXFP4 codes land in ``packed_stages`` of their own, from which
+    ``expanders`` (one partition or none) fill the stages.  At most ``in_flight`` stages of weights
+    are asked for before they have landed.
     """
 
     block_m: int
+    block_n: int
     block_k: int
     stages: int
     packed_stages: int
+    in_flight: int
     expanders: int
-    expand_warps: int
     math_registers: int
     dispatch_registers: int
     expand_registers: int
     load_registers: int
     pull_rows: int
-
-    @property
-    def block_n(self) -> int:
-        return BLOCK_N
 
     @property
     def family(self) -> str:
@@ -129,8 +132,8 @@ class KernelSpec:
     block_k: int
     stages: int
     packed_stages: int
+    in_flight: int
     expanders: int
-    expand_warps: int  # of each expander
     pull_rows: int
     math_registers: int
     dispatch_registers: int
@@ -175,7 +178,7 @@ class KernelSpec:
     @property
     def box_m(self) -> int:
         """Rows of the pool that TMA loads at once: what a math partition owns of a wide block."""
-        return min(self.block_m, 64)
+        return PART_ROWS if self.tokens_first else self.block_m
 
     @property
     def tokens_first(self) -> bool:
@@ -183,14 +186,44 @@ class KernelSpec:
         return self.block_m == 128
 
     @property
-    def in_pairs(self) -> bool:
-        """Whether wide tiles have the registers for two products under way."""
-        return self.tokens_first and self.recipe in ("fp8", "fp8_block")
+    def expands(self) -> bool:
+        """Whether math partitions expand MXFP4 codes on their way to WGMMA."""
+        return self.recipe == "mxfp4" and self.expanders == 0
+
+    @property
+    def halves(self) -> int:
+        """Accumulators of a math partition: one for each 128 weight rows of a stage."""
+        return self.block_n // HALF_N
+
+    @property
+    def l1_turns(self) -> int:
+        """Times that K is walked for an L1 tile."""
+        return L1_ROWS // self.block_n
+
+    @property
+    def l1_steps(self) -> int:
+        """Stages of an L1 tile."""
+        return self.l1_turns * self.padded_hidden // self.block_k
+
+    @property
+    def l2_steps(self) -> int:
+        """Stages of an L2 tile."""
+        return self.padded_intermediate // self.block_k
+
+    @property
+    def early(self) -> bool:
+        """Whether registers hold what a tile's epilogue needs of its tokens through the K loop."""
+        return not self.tokens_first
 
     @property
     def tile_columns(self) -> int:
-        """N side of a partition's tile."""
-        return self.block_n if self.tokens_first else self.block_m
+        """N side of a partition's product."""
+        return HALF_N if self.tokens_first else self.block_m
+
+    @property
+    def sets_aside(self) -> bool:
+        """See :func:`sets_aside`."""
+        return self.phases == "fused" and sets_aside(self.recipe, self.block_m)
 
     @property
     def exchanges_maxima(self) -> bool:
@@ -224,7 +257,7 @@ class KernelSpec:
 
     @property
     def l1_tiles(self) -> int:
-        return 2 * self.padded_intermediate // self.block_n
+        return 2 * self.padded_intermediate // L1_ROWS
 
     @property
     def l2_tiles(self) -> int:
@@ -320,6 +353,13 @@ def factor_rows(recipe: str, block_k: int) -> int:
     return block_k // 128 if recipe in ("fp8_block", "mxfp4") else 0
 
 
+def sets_aside(recipe: str, block_m: int) -> bool:
+    """Whether the first half of an activated L1 tile waits in shared memory for the second, since
+    there are too few registers for it beside a K loop.
+    """
+    return recipe == "mxfp4" and block_m == 128
+
+
 def max_blocks(config: MoEConfig, block_m: int) -> int:
     """Pool blocks one rank can need, whatever the routing: every row of every rank may come
     here.
@@ -344,47 +384,52 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
         block_k, x_bytes = 256, 1  # products are short: two K groups for each turn of the barriers
     else:
         block_k, x_bytes = 128, 1
+    # narrow tiles have the math expand MXFP4 codes, in wide ones weights are no register operand
+    expands = config.recipe == "mxfp4" and block_m <= 64
+    expanders = int(config.recipe == "mxfp4" and not expands)
+    # wide tiles are fed by shared memory and L2: twice the weight rows need a tenth less of one and
+    # a quarter less of the other, where registers hold their accumulators
+    wide = block_m == 128 and tokens_per_expert > WIDE_ROWS and config.recipe in ("fp8", "bf16")
+    block_n = 2 * HALF_N if wide else HALF_N
     scale_rows = 1 if config.recipe == "bf16" else block_k // H_GROUP
-    stage = (BLOCK_N + block_m) * block_k * x_bytes + 4 * scale_rows * block_m
-    factors = 4 * factor_rows(config.recipe, block_k) * BLOCK_N
+    factors = 4 * factor_rows(config.recipe, block_k) * block_n
     room = SHARED_BYTES - SHARED_SCRATCH[block_m == 128]
-    expanders = 0 if config.recipe != "mxfp4" else 1 if block_m == 128 else 2
-    expand_warps = 8 if block_m <= 32 else 4
+    if sets_aside(config.recipe, block_m):
+        room -= 4 * block_m * H_GROUP // 2
+    w_row = block_k // 2 if expands else block_k * x_bytes
+    stage = block_n * w_row + block_m * block_k * x_bytes + 4 * scale_rows * block_m
     if expanders:
         # codes run ahead of the memory's latency; a few expanded stages are enough
-        packed = BLOCK_N * block_k // 2 + factors
-        stages = 3 if block_k == 256 else 4
-        # a stage of codes is always the same expander's: who waited for the codes of a stage could
-        # not tell them from those two rounds before, which another has seen
-        turn = expanders * 256 // block_k if expanders > 1 else 1
-        packed_stages = (room - stages * stage) // packed // turn * turn
+        stages = 4
+        packed_stages = (room - stages * stage) // (block_n * block_k // 2 + factors)
     else:
         stages = packed_stages = min(10, room // (stage + factors))
+    in_flight = min(packed_stages, IN_FLIGHT_BYTES // (block_n * w_row))
     # of a thread in math, communicate, expand, load: over the warpgroups they add up to what the
-    # launch has, 4 x 128, with a warpgroup of expanders 5 x 96, with two 6 x 80, with four 8 x 64
-    registers = (208, 64, 0, 32) if block_m == 128 else (184, 112, 0, 32)
+    # launch has, 4 x 128, with a warpgroup of expanders 5 x 96
     if expanders:
-        registers = {16: (88, 72, 56, 32), 32: (88, 72, 56, 32), 64: (104, 80, 80, 32)}.get(
-            block_m, (152, 72, 72, 32)
-        )
+        registers = (152, 72, 72, 32)
+    else:
+        registers = (208, 64, 0, 32) if block_m == 128 else (184, 112, 0, 32)
     return TilePolicy(
-        block_m, block_k, stages, packed_stages, expanders, expand_warps, *registers, pull_rows=4
+        block_m,
+        block_n,
+        block_k,
+        stages,
+        packed_stages,
+        in_flight,
+        expanders,
+        *registers,
+        pull_rows=4,
     )
 
 
-def l1_tiles(config: MoEConfig, policy: TilePolicy) -> int:
-    return 2 * config.padded_intermediate // policy.block_n
-
-
-def l2_tiles(config: MoEConfig, policy: TilePolicy) -> int:
-    return config.padded_hidden // policy.block_n
-
-
-def lag_blocks(config: MoEConfig, policy: TilePolicy, programs: int) -> int:
-    """Blocks by which L2 trails L1: two waves of L1 tiles, so that an L1 block is finished when L2
-    asks for it.
+def lag_blocks(config: MoEConfig, programs: int) -> int:
+    """Blocks by which L2 trails L1: one and a half waves of L1 tiles, so that an L1 block is
+    finished when L2 asks for it.
     """
-    return ceil_div(2 * programs, l1_tiles(config, policy)) + 1
+    l1_tiles = 2 * config.padded_intermediate // L1_ROWS
+    return ceil_div(3 * programs, 2 * l1_tiles) + 1
 
 
 @dataclass(frozen=True)
@@ -409,7 +454,7 @@ class Plan:
         if self.chain:
             return max(1, blocks)
         policy = self._policy(block_m)
-        lag = lag_blocks(self.config, policy, self.programs)
+        lag = lag_blocks(self.config, self.programs)
         # a pull that waits for the slot of its last row's block has not yet signalled its first
         # row: that block must not be among those the slot waits for
         ahead = max(policy.pull_rows, ceil_div(16 * self.programs, block_m))
@@ -536,15 +581,15 @@ class Plan:
             block_k=policy.block_k,
             stages=policy.stages,
             packed_stages=policy.packed_stages,
+            in_flight=policy.in_flight,
             expanders=policy.expanders,
-            expand_warps=policy.expand_warps,
             pull_rows=policy.pull_rows,
             math_registers=policy.math_registers,
             dispatch_registers=policy.dispatch_registers,
             expand_registers=policy.expand_registers,
             load_registers=policy.load_registers,
             ring_blocks=self.ring_blocks(policy.block_m),
-            lag=lag_blocks(c, policy, self.programs),
+            lag=lag_blocks(c, self.programs),
             trace_events=self.trace,
             phases=phases,
             offset=offset,

@@ -2,6 +2,24 @@
 
 from megamoe.kernel.compat import gl, gluon
 
+# gate / (1 + 2^(-gate log2 e)), in five instructions and the same in every kernel
+SILU = gl.constexpr("""
+{
+.reg .f32 e;
+mul.f32 e, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 e, e;
+add.f32 e, e, 0f3F800000;
+rcp.approx.ftz.f32 e, e;
+mul.f32 $0, $1, e;
+}
+""")
+
+
+@gluon.jit
+def silu(gate):
+    """gate * sigmoid(gate) in fp32; relative error below 1e-6."""
+    return gl.inline_asm_elementwise(SILU, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
+
 
 @gluon.jit
 def swiglu(gate, up, weight, CLAMP: gl.constexpr):
@@ -12,7 +30,7 @@ def swiglu(gate, up, weight, CLAMP: gl.constexpr):
         # written so that NaN stays NaN
         gate = gl.where(gate > CLAMP, CLAMP, gate)
         up = gl.where(up > CLAMP, CLAMP, gl.where(up < -CLAMP, -CLAMP, up))
-    return gate / (1.0 + gl.exp(-gate)) * up * weight
+    return silu(gate) * up * weight
 
 
 @gluon.jit

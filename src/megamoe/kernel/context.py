@@ -110,9 +110,9 @@ class Rings:
     x_scale: gl.shared_memory_descriptor  # [stages, scale rows of a stage, block_m]
     full: (
         gl.shared_memory_descriptor
-    )  # [stages]: both loaders' bytes have landed, or an expander's are stored
+    )  # [stages]: both loaders' bytes have landed, or the expander's are stored
     empty: gl.shared_memory_descriptor  # [stages]: every math partition has read them
-    # where weights land: with MXFP4 a ring of their own, read by the expanders, else w itself
+    # where weights land: a ring of their own if there is an expander to read it, else w itself
     packed: gl.shared_memory_descriptor  # [packed stages, block_n, bytes of block_k]
     # what 128 of K of a weight row need beside their values, in the same stage: fp8_block scales,
     # exponent offsets of mxfp4
@@ -128,6 +128,8 @@ class Rings:
     # of L1's output with weights first, where two partitions share a scale; else not used
     amax: gl.shared_memory_descriptor  # [2 x math partitions, block_m]
     amax_full: gl.shared_memory_descriptor  # [1]
+    # first half of an activated L1 tile, where registers do not hold it; else not used
+    aside: gl.shared_memory_descriptor  # [math partitions, 64 tokens, 64 columns]
 
     @gluon.constexpr_function
     def __init__(
@@ -147,6 +149,7 @@ class Rings:
         tile_done,
         amax,
         amax_full,
+        aside,
     ):
         self.w = w
         self.x = x
@@ -163,6 +166,7 @@ class Rings:
         self.tile_done = tile_done
         self.amax = amax
         self.amax_full = amax_full
+        self.aside = aside
 
 
 @gluon.jit
@@ -174,8 +178,14 @@ def allocate_rings(ctx):
     block_k: gl.constexpr = spec.block_k
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    # weights of one type and width with the tokens: one swizzle fits both
-    w = gl.allocate_shared_memory(ctx.pool_x.dtype, [stages, block_n, block_k], ctx.pool_x.layout)
+    if spec.expanders > 0:
+        # of one type and width with the tokens: one swizzle fits both
+        w = gl.allocate_shared_memory(
+            ctx.pool_x.dtype, [stages, block_n, block_k], ctx.pool_x.layout
+        )
+    else:
+        row: gl.constexpr = ctx.w1.block_shape[1]
+        w = gl.allocate_shared_memory(ctx.w1.dtype, [stages, block_n, row], ctx.w1.layout)
     x = gl.allocate_shared_memory(ctx.pool_x.dtype, [stages, block_m, block_k], ctx.pool_x.layout)
     scale_rows: gl.constexpr = spec.stage_scale_rows
     x_scale = gl.allocate_shared_memory(
@@ -213,6 +223,11 @@ def allocate_rings(ctx):
         amax = gl.allocate_shared_memory(gl.float32, [2 * MATH_PARTITIONS, block_m], plain)
         amax_full = gl.allocate_shared_memory(gl.int64, [1, 1], barriers)
         mbarrier.init(amax_full.index(0), count=MATH_PARTITIONS)
+    aside = x_scale
+    if spec.sets_aside:
+        # no two rows of eight in one bank
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+        aside = gl.allocate_shared_memory(gl.float32, [MATH_PARTITIONS, 64, 64], swizzled)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=MATH_PARTITIONS)
@@ -236,4 +251,5 @@ def allocate_rings(ctx):
         tile_done,
         amax,
         amax_full,
+        aside,
     )

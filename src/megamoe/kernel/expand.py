@@ -1,9 +1,9 @@
-"""The expanders: warpgroups that turn the 4-bit codes of MXFP4 into e4m3, stage by stage.
+"""MXFP4: from 4-bit codes to e4m3.
 
-Codes land in a ring of their own (`packed`); an expander writes what they stand for where the
-weight loader of the other recipes would have put it.  So the products are those of FP8, a code is
-expanded once for all tokens of a block, and math never waits for an expansion that it could have
-had before.
+In narrow tiles the math does it, in registers, on the way to WGMMA.  In wide tiles weights are the
+side that WGMMA reads from shared memory: codes land in a ring of their own (`packed`), and a
+warpgroup, the expander, writes what they stand for where the weight loader of the other recipes
+would have put it.
 """
 
 from megamoe.kernel.compat import (
@@ -60,14 +60,16 @@ def code_tables(low_offset, high_offset):
 
 
 @gluon.jit
-def expand_codes(codes, low0, low1, high0, high1):
-    """int8 [.., 32], words of eight e2m1 codes, and int32 tables -> two e4m3 [.., 32] of adjacent
-    K.
+def expand_codes(codes, offsets):
+    """int8 [.., 32], words of the eight e2m1 codes of 4 of k and 4 of k + 32, and int32 [.., 1],
+    the exponent offsets of both blocks in the low bytes -> two e4m3 [.., 32] of adjacent K.
     """
+    low0, low1, high0, high1 = code_tables(offsets & 0xFF, (offsets >> 8) & 0xFF)
+    zero = codes.to(gl.int32) * 0
     return gl.inline_asm_elementwise(
         EXPAND_WORD,
         "=&r,=&r" + ",r" * 17,
-        [codes, low0, low1, high0, high1],
+        [codes, low0 + zero, low1 + zero, high0 + zero, high1 + zero],
         dtype=(gl.float8e4nv, gl.float8e4nv),
         is_pure=True,
         pack=4,
@@ -75,70 +77,30 @@ def expand_codes(codes, low0, low1, high0, high1):
 
 
 @gluon.jit
-def expand_rows(codes, offsets, more, WIDTH: gl.constexpr):
-    """int8 [128, WIDTH] codes of 2 * WIDTH of K -> e4m3 [128, 2 * WIDTH].
-
-    offsets, more: int32 [128], each the offsets of four blocks, 128 of K; `more` is used where
-    WIDTH is 128.
-    """
-    PARTS: gl.constexpr = WIDTH // 32
-    codes = codes.reshape((ROWS, PARTS, 32))
-    layout: gl.constexpr = codes.type.layout
-    parts: gl.constexpr = gl.SliceLayout(2, layout)
-    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, parts))[None, :]
-    word = gl.convert_layout(offsets, gl.SliceLayout(1, parts))[:, None]
-    if PARTS > 2:
-        more = gl.convert_layout(more, gl.SliceLayout(1, parts))[:, None]
-        word = gl.where(part < 2, word, more)
-    shift = 16 * (part % 2)
-    low0, low1, high0, high1 = code_tables((word >> shift) & 0xFF, (word >> (shift + 8)) & 0xFF)
-    zero = gl.zeros((ROWS, PARTS, 32), gl.int32, layout)
-    low, high = expand_codes(
-        codes,
-        low0[:, :, None] + zero,
-        low1[:, :, None] + zero,
-        high0[:, :, None] + zero,
-        high1[:, :, None] + zero,
-    )
-    return gl.join(low, high).permute((0, 1, 3, 2)).reshape((ROWS, 2 * WIDTH))
-
-
-@gluon.jit
 def expand_stage(rings, source, stage, spec: gl.constexpr):
-    """A landed stage: from codes to operands, with four warps 128 of K at a time, with eight all
-    of a stage.
-    """
-    warps: gl.constexpr = gl.num_warps()
-    BLOCKS: gl.constexpr = spec.factor_rows
-    TURNS: gl.constexpr = BLOCKS if warps == 4 else 1
-    WIDTH: gl.constexpr = 64 * BLOCKS // TURNS
-    by_row: gl.constexpr = gl.BlockedLayout(
-        [1, 4 * WIDTH // warps], [32, 1], [4, warps // 4], [1, 0]
-    )
-    line: gl.constexpr = gl.SliceLayout(1, by_row)
-    # a plain view, one row of offsets for each 128 of K of each stage
+    """A landed stage: from codes to operands, a row a thread."""
+    by_row: gl.constexpr = gl.BlockedLayout([1, 64], [32, 1], [gl.num_warps(), 1], [1, 0])
+    codes = rings.packed.index(source).load(by_row).reshape((ROWS, 2, 32))
+    layout: gl.constexpr = codes.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    # a plain view
     VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     STAGES: gl.constexpr = spec.packed_stages
-    plain = reinterpret(rings.factors, gl.int32, [STAGES * BLOCKS, ROWS], VIEW)
-    codes = rings.packed.index(source)
-    w = rings.w.index(stage)
-    for turn in gl.static_range(TURNS):
-        offsets = plain.index(source * BLOCKS + turn).load(line)
-        more = offsets
-        if WIDTH == 128:
-            more = plain.index(source * BLOCKS + 1).load(line)
-        mine = codes.slice(WIDTH * turn, WIDTH, 1).load(by_row)
-        w.slice(2 * WIDTH * turn, 2 * WIDTH, 1).store(expand_rows(mine, offsets, more, WIDTH))
+    plain = reinterpret(rings.factors, gl.int32, [STAGES, ROWS], VIEW)
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
+    offsets = plain.index(source).load(rows)[:, None] >> (16 * half)
+    low, high = expand_codes(codes, offsets[:, :, None])
+    values = gl.join(low, high).permute((0, 1, 3, 2)).reshape((ROWS, 128))
+    rings.w.index(stage).store(values)
 
 
 @gluon.jit
-def expand_tile(rings, step, steps, WHICH: gl.constexpr, spec: gl.constexpr):
-    """This expander's share of a tile of `steps` stages: 256 of K in turn, so that the way through
-    the barriers is paid once for both halves.
+def expand_tile(rings, step, steps, spec: gl.constexpr):
+    """A tile of `steps` stages, two at a time, so that the way through the barriers is paid once
+    for both.
     """
-    TURN: gl.constexpr = 2 // spec.factor_rows
-    for k in range(WHICH * TURN, steps, spec.expanders * TURN):
-        for t in gl.static_range(TURN):
+    for k in range(0, steps, 2):
+        for t in gl.static_range(2):
             s = step + k + t
             mbarrier.wait(
                 rings.packed_full.index(s % spec.packed_stages), (s // spec.packed_stages) & 1
@@ -147,7 +109,7 @@ def expand_tile(rings, step, steps, WHICH: gl.constexpr, spec: gl.constexpr):
             expand_stage(rings, s % spec.packed_stages, s % spec.stages, spec)
         fence_async_shared()
         cta_barrier()
-        for t in gl.static_range(TURN):
+        for t in gl.static_range(2):
             s = step + k + t
             mbarrier.arrive(rings.full.index(s % spec.stages), count=1)
             mbarrier.arrive(rings.packed_empty.index(s % spec.packed_stages), count=1)
@@ -155,18 +117,18 @@ def expand_tile(rings, step, steps, WHICH: gl.constexpr, spec: gl.constexpr):
 
 
 @gluon.jit
-def expand_role(ctx, rings, WHICH: gl.constexpr):
-    """Four or eight warps; one of `spec.expanders` that take stages in turn."""
+def expand_role(ctx, rings):
+    """Four warps."""
     spec: gl.constexpr = ctx.spec
-    steps1: gl.constexpr = spec.padded_hidden // spec.block_k
-    steps2: gl.constexpr = spec.padded_intermediate // spec.block_k
     step = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
         begin = now(ctx)
-        step = expand_tile(rings, step, gl.where(kind == LINEAR1, steps1, steps2), WHICH, spec)
-        record(ctx, EXPAND + WHICH, i, kind, block, tile, begin, begin, now(ctx))
+        step = expand_tile(
+            rings, step, gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps), spec
+        )
+        record(ctx, EXPAND, i, kind, block, tile, begin, begin, now(ctx))
         release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)

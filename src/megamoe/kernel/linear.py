@@ -1,7 +1,7 @@
 """The matrix products: K loops of each recipe, over the tiles of this CTA.
 
 Two families.  Weights first ("swap-AB"): weight rows are the M side of WGMMA and few tokens its N
-side.  Tokens first: 64 tokens a partition are the M side, the 128 weight rows of a tile the N side.
+side.  Tokens first: 64 tokens a partition are the M side, 128 weight rows the N side.
 In both, gate and up of a column lie in one thread, since their rows are interleaved by 8.  All
 recipes walk K upwards and promote at the same places, so a row's bits do not depend on the family
 or the tile.  MXFP4 is FP8 here: its codes were expanded before (:mod:`megamoe.kernel.expand`).
@@ -20,15 +20,19 @@ from megamoe.kernel.compat import (
 )
 from megamoe.kernel.context import MATH_PARTITIONS, TASK_SLOTS
 from megamoe.kernel.epilogue import (
-    H_GROUP,
+    HALF_N,
+    L1_ROWS,
     ROWS,
-    activate_tokens_first,
-    activate_weights_first,
+    activate,
     along_tokens,
     along_weights,
+    owners_rows,
     push,
+    router_weights,
     store_accumulator,
+    store_activated,
 )
+from megamoe.kernel.expand import expand_codes
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
 from megamoe.kernel.trace import now, record
 
@@ -43,16 +47,29 @@ def take_stage(rings, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def give_back(rings, step, STAGES: gl.constexpr):
+    """The stage of a step has been read."""
+    mbarrier.arrive(rings.empty.index(step % STAGES), count=1)
+
+
+@gluon.jit
 def operands(
-    spec: gl.constexpr, rings, stage, START: gl.constexpr, LENGTH: gl.constexpr, PART: gl.constexpr
+    spec: gl.constexpr,
+    rings,
+    stage,
+    START: gl.constexpr,
+    LENGTH: gl.constexpr,
+    PART: gl.constexpr,
+    HALF: gl.constexpr,
 ):
     """The two sides of a stage's product over LENGTH of its K from START: this partition's 64 rows,
-    and all rows of the other matrix as columns.
+    and rows of the other matrix as columns, with tokens first a half of 128 weight rows, else all
+    tokens.
     """
     w = rings.w.index(stage).slice(START, LENGTH, 1)
     x = rings.x.index(stage).slice(START, LENGTH, 1)
     if spec.tokens_first:
-        return x.slice(PART * ROWS, ROWS, 0), w.permute((1, 0))
+        return x.slice(PART * ROWS, ROWS, 0), w.slice(HALF * HALF_N, HALF_N, 0).permute((1, 0))
     else:
         return w.slice(PART * ROWS, ROWS, 0), x.permute((1, 0))
 
@@ -77,39 +94,54 @@ def token_scales(
 
 
 @gluon.jit
+def row_words(
+    spec: gl.constexpr,
+    rings,
+    dtype: gl.constexpr,
+    stage,
+    G: gl.constexpr,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """With weights first: the factors of this partition's 64 rows for K group G of a stage."""
+    # a plain view: see token_scales
+    VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LINES: gl.constexpr = spec.stages * spec.factor_rows * MATH_PARTITIONS
+    plain = reinterpret(rings.factors, dtype, [LINES, ROWS], VIEW)
+    return plain.index((stage * spec.factor_rows + G) * MATH_PARTITIONS + PART).load(layout)
+
+
+@gluon.jit
 def weight_scales(
     spec: gl.constexpr,
     rings,
     stage,
-    BLOCK: gl.constexpr,
+    G: gl.constexpr,
     UP: gl.constexpr,
     PART: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """128 x 128 scales of the stage's weight rows for its 128 of K numbered BLOCK, to be multiplied
-    to an accumulator.
+    """128 x 128 scales of the stage's weight rows for its K group G, to be multiplied to an
+    accumulator.
 
-    With tokens first, the 128 rows of a tile lie in one block (L2, UP = 0) or in one block of gate
+    With tokens first, the 128 rows of a stage lie in one block (L2, UP = 0) or in one block of gate
     and one of up, 8 rows in turn (UP = 8).
     """
-    # plain views: see token_scales
-    VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ROWS_OF_STAGE: gl.constexpr = spec.factor_rows
-    BLOCKS: gl.constexpr = spec.packed_stages * ROWS_OF_STAGE
-    block = stage * ROWS_OF_STAGE + BLOCK
     if spec.tokens_first:
+        VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         FOURS: gl.constexpr = spec.block_n // 4
+        BLOCKS: gl.constexpr = spec.stages * spec.factor_rows
         fours = reinterpret(rings.factors, gl.float32, [BLOCKS * FOURS, 4], VIEW)
         each: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        first = (stage * spec.factor_rows + G) * FOURS
         # four equal numbers, all in every thread
-        gate = gl.max(fours.index(block * FOURS).load(each), 0)
-        up = gl.max(fours.index(block * FOURS + UP // 4).load(each), 0)
-        columns = gl.arange(0, spec.block_n, layout=gl.SliceLayout(0, layout))
+        gate = gl.max(fours.index(first).load(each), 0)
+        up = gl.max(fours.index(first + UP // 4).load(each), 0)
+        columns = gl.arange(0, HALF_N, layout=gl.SliceLayout(0, layout))
         return gl.where(columns % 16 < 8, gate, up)[None, :]
     else:
-        HALVES: gl.constexpr = BLOCKS * MATH_PARTITIONS
-        plain = reinterpret(rings.factors, gl.float32, [HALVES, ROWS], VIEW)
-        return plain.index(block * MATH_PARTITIONS + PART).load(gl.SliceLayout(1, layout))[:, None]
+        rows: gl.constexpr = gl.SliceLayout(1, layout)
+        return row_words(spec, rings, gl.float32, stage, G, PART, rows)[:, None]
 
 
 @gluon.jit
@@ -118,8 +150,6 @@ def group_scales(
     rings,
     stage,
     G: gl.constexpr,
-    GROUP: gl.constexpr,
-    W_SCALED: gl.constexpr,
     UP: gl.constexpr,
     PART: gl.constexpr,
     layout: gl.constexpr,
@@ -129,103 +159,52 @@ def group_scales(
     Scales are multiplied with each other first: with tokens first a thread has four such products.
     """
     scale = token_scales(spec, rings, stage, G, PART, layout)
-    if W_SCALED:
-        scale = scale * weight_scales(spec, rings, stage, G * GROUP // 128, UP, PART, layout)
+    if spec.recipe == "fp8_block":
+        scale = scale * weight_scales(spec, rings, stage, G, UP, PART, layout)
     return scale
 
 
 @gluon.jit
-def k_loop_bf16(
-    spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
+def begin_expanded(
+    spec: gl.constexpr, rings, stage, G: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
 ):
-    """One fp32 accumulator over all of K; the product of a step runs while the next stage
-    arrives.
+    """As :func:`begin_product`, of MXFP4 codes: expanded into registers, from which WGMMA takes its
+    M side.  So shared memory moves half of what it would with expanded weights in it.
     """
     COLUMNS: gl.constexpr = spec.tile_columns
-    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    for k in range(K // spec.block_k):
-        stage = take_stage(rings, step, spec.stages)
-        a, b = operands(spec, rings, stage, 0, spec.block_k, PART)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        if k > 0:
-            mbarrier.arrive(rings.empty.index((step - 1) % spec.stages), count=1)
-        step += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(rings.empty.index((step - 1) % spec.stages), count=1)
-    return acc, step
+    side: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+    codes = rings.w.index(stage).slice(PART * ROWS, ROWS, 0)
+    x = rings.x.index(stage).slice(G * K_GROUP, K_GROUP, 1)
+    offsets = row_words(spec, rings, gl.int32, stage, G, PART, gl.SliceLayout(1, side))[:, None]
+    product = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+    for part in gl.static_range(K_GROUP // 64):
+        mine = codes.slice(G * K_GROUP // 2 + 32 * part, 32, 1).load(side)
+        low, high = expand_codes(mine, offsets >> (16 * part))
+        b = x.slice(64 * part, 32, 1).permute((1, 0))
+        product = warpgroup_mma(low, b, product, is_async=True)
+        b = x.slice(64 * part + 32, 32, 1).permute((1, 0))
+        product = warpgroup_mma(high, b, product, is_async=True)
+    return product
 
 
 @gluon.jit
-def begin_group(
+def begin_product(
     spec: gl.constexpr,
     rings,
     stage,
     G: gl.constexpr,
-    GROUP: gl.constexpr,
     PART: gl.constexpr,
+    HALF: gl.constexpr,
     layout: gl.constexpr,
 ):
     """Begin the product over K group G of a stage; the result is unfinished."""
     COLUMNS: gl.constexpr = spec.tile_columns
-    a, b = operands(spec, rings, stage, G * GROUP, GROUP, PART)
-    zero = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    return warpgroup_mma(a, b, zero, is_async=True)
-
-
-@gluon.jit
-def k_loop_fp8(
-    spec: gl.constexpr,
-    rings,
-    step,
-    UP: gl.constexpr,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    W_SCALED: gl.constexpr,
-    X_SCALED: gl.constexpr,
-    PART: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Promoted to fp32 every GROUP of K, where the scales of the group are applied if it has any.
-
-    Scales of x and of the weights come with the stage; `UP` as in :func:`weight_scales`.
-    """
-    COLUMNS: gl.constexpr = spec.tile_columns
-    steps: gl.constexpr = K // spec.block_k
-    GROUPS: gl.constexpr = spec.block_k // GROUP
-    # of small products; two large ones do not fit into registers
-    PAIR: gl.constexpr = 2 if (GROUPS > 1) and (COLUMNS <= 32) else 1
-    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    for _ in range(steps):
-        stage = take_stage(rings, step, spec.stages)
-        for g in gl.static_range(0, GROUPS, PAIR):
-            part = begin_group(spec, rings, stage, g, GROUP, PART, layout)
-            if PAIR == 2:
-                # both products are under way before the first is waited for
-                second = begin_group(spec, rings, stage, g + 1, GROUP, PART, layout)
-            if X_SCALED:
-                scale = group_scales(spec, rings, stage, g, GROUP, W_SCALED, UP, PART, layout)
-                if PAIR == 2:
-                    second_scale = group_scales(
-                        spec, rings, stage, g + 1, GROUP, W_SCALED, UP, PART, layout
-                    )
-            if PAIR == 2:
-                part, second = warpgroup_mma_wait(0, deps=[part, second])
-            else:
-                part = warpgroup_mma_wait(0, deps=[part])
-            if g + PAIR == GROUPS:
-                mbarrier.arrive(rings.empty.index(stage), count=1)
-            if X_SCALED:
-                acc += part * scale
-            else:
-                acc += part
-            if PAIR == 2:
-                if X_SCALED:
-                    acc += second * second_scale
-                else:
-                    acc += second
-        step += 1
-    return acc, step
+    if spec.expands:
+        return begin_expanded(spec, rings, stage, G, PART, layout)
+    else:
+        a, b = operands(spec, rings, stage, G * K_GROUP, K_GROUP, PART, HALF)
+        zero = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+        return warpgroup_mma(a, b, zero, is_async=True)
 
 
 @gluon.jit
@@ -237,128 +216,290 @@ def promote(acc, product, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def k_loop_wide(
-    spec: gl.constexpr,
-    rings,
-    step,
-    UP: gl.constexpr,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    W_SCALED: gl.constexpr,
-    X_SCALED: gl.constexpr,
-    PART: gl.constexpr,
-    layout: gl.constexpr,
+def k_loop_bf16(
+    spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
 ):
-    """As :func:`k_loop_fp8`, two products in turn: the first is promoted while the second is under
-    way.
+    """One fp32 accumulator over all of K for each half; the products of a step run while the next
+    stage arrives.
     """
     COLUMNS: gl.constexpr = spec.tile_columns
-    STAGES: gl.constexpr = 2 * GROUP // spec.block_k  # of a turn
-    SECOND: gl.constexpr = 2 - STAGES  # which group of its stage the second product is
     acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    for _ in range(K // (2 * GROUP)):
+    more = acc
+    for k in range(K // spec.block_k):
         stage = take_stage(rings, step, spec.stages)
-        first = begin_group(spec, rings, stage, 0, GROUP, PART, layout)
-        later = stage
-        if STAGES == 2:
-            later = take_stage(rings, step + 1, spec.stages)
-        second = begin_group(spec, rings, later, SECOND, GROUP, PART, layout)
-        scale = 0.0
-        later_scale = 0.0
-        if X_SCALED:
-            scale = group_scales(spec, rings, stage, 0, GROUP, W_SCALED, UP, PART, layout)
-            later_scale = group_scales(
-                spec, rings, later, SECOND, GROUP, W_SCALED, UP, PART, layout
-            )
-        first, second = warpgroup_mma_wait(1, deps=[first, second])
-        if STAGES == 2:
-            mbarrier.arrive(rings.empty.index(stage), count=1)
-        acc = promote(acc, first, scale, X_SCALED)
-        second = warpgroup_mma_wait(0, deps=[second])
-        mbarrier.arrive(rings.empty.index(later), count=1)
-        acc = promote(acc, second, later_scale, X_SCALED)
-        step += STAGES
-    return acc, step
+        a, b = operands(spec, rings, stage, 0, spec.block_k, PART, 0)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        if spec.halves == 2:
+            a, b = operands(spec, rings, stage, 0, spec.block_k, PART, 1)
+            more = warpgroup_mma(a, b, more, is_async=True)
+            acc, more = warpgroup_mma_wait(2, deps=[acc, more])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        if k > 0:
+            give_back(rings, step - 1, spec.stages)
+        step += 1
+    if spec.halves == 2:
+        acc, more = warpgroup_mma_wait(0, deps=[acc, more])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    give_back(rings, step - 1, spec.stages)
+    return acc, more, step
 
 
 @gluon.jit
-def k_loop_scaled(
+def k_loop_fp8(
     spec: gl.constexpr,
     rings,
     step,
-    UP: gl.constexpr,
     K: gl.constexpr,
-    GROUP: gl.constexpr,
-    W_SCALED: gl.constexpr,
-    X_SCALED: gl.constexpr,
+    SCALED: gl.constexpr,
+    UP: gl.constexpr,
     PART: gl.constexpr,
     layout: gl.constexpr,
 ):
-    if spec.in_pairs:
-        return k_loop_wide(spec, rings, step, UP, K, GROUP, W_SCALED, X_SCALED, PART, layout)
-    else:
-        return k_loop_fp8(spec, rings, step, UP, K, GROUP, W_SCALED, X_SCALED, PART, layout)
+    """Promoted to fp32 every K_GROUP, where the scales of the group are applied if it has any.
+
+    Both groups of a long stage are under way before the first is waited for.  Scales of x and of
+    the weights come with the stage; `UP` as in :func:`weight_scales`.  A stage whose scales were
+    loaded is given back a turn later: a load is done when its value has been used, not before, and
+    TMA does not queue behind it.
+    """
+    COLUMNS: gl.constexpr = spec.tile_columns
+    TWO: gl.constexpr = spec.block_k // K_GROUP == 2
+    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+    for k in range(K // spec.block_k):
+        if SCALED:
+            if k > 0:
+                give_back(rings, step - 1, spec.stages)
+        stage = take_stage(rings, step, spec.stages)
+        scale = 0.0
+        later_scale = 0.0
+        first = begin_product(spec, rings, stage, 0, PART, 0, layout)
+        if TWO:
+            second = begin_product(spec, rings, stage, 1, PART, 0, layout)
+        if SCALED:
+            scale = group_scales(spec, rings, stage, 0, UP, PART, layout)
+            if TWO:
+                later_scale = group_scales(spec, rings, stage, 1, UP, PART, layout)
+        if TWO:
+            first, second = warpgroup_mma_wait(0, deps=[first, second])
+        else:
+            first = warpgroup_mma_wait(0, deps=[first])
+        if not SCALED:
+            give_back(rings, step, spec.stages)
+        acc = promote(acc, first, scale, SCALED)
+        if TWO:
+            acc = promote(acc, second, later_scale, SCALED)
+        step += 1
+    if SCALED:
+        give_back(rings, step - 1, spec.stages)
+    return acc, acc, step
 
 
 @gluon.jit
-def linear1(ctx, rings, step, block, tile, expert, valid, PART: gl.constexpr, layout: gl.constexpr):
-    """The L1 accumulator of one partition, all scales applied: fp32 [ROWS, tile_columns]."""
-    spec: gl.constexpr = ctx.spec
-    K: gl.constexpr = spec.padded_hidden
-    n_rows: gl.constexpr = 2 * spec.padded_intermediate
-    row0 = tile * spec.block_n
+def k_loop_halves(
+    spec: gl.constexpr,
+    rings,
+    step,
+    K: gl.constexpr,
+    SCALED: gl.constexpr,
+    UP: gl.constexpr,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """As :func:`k_loop_fp8`, for stages of 256 weight rows and one K group: an accumulator for each
+    half, one product at a time, since registers do not hold two.
+    """
+    acc = gl.zeros((ROWS, HALF_N), gl.float32, layout)
+    more = gl.zeros((ROWS, HALF_N), gl.float32, layout)
+    for k in range(K // K_GROUP):
+        if SCALED:
+            if k > 0:
+                give_back(rings, step - 1, spec.stages)
+        stage = take_stage(rings, step, spec.stages)
+        scale = 0.0
+        product = begin_product(spec, rings, stage, 0, PART, 0, layout)
+        if SCALED:
+            scale = group_scales(spec, rings, stage, 0, UP, PART, layout)
+        product = warpgroup_mma_wait(0, deps=[product])
+        acc = promote(acc, product, scale, SCALED)
+        product = begin_product(spec, rings, stage, 0, PART, 1, layout)
+        product = warpgroup_mma_wait(0, deps=[product])
+        if not SCALED:
+            give_back(rings, step, spec.stages)
+        more = promote(more, product, scale, SCALED)
+        step += 1
+    if SCALED:
+        give_back(rings, step - 1, spec.stages)
+    return acc, more, step
+
+
+@gluon.jit
+def k_loop(
+    spec: gl.constexpr,
+    rings,
+    step,
+    K: gl.constexpr,
+    SCALED: gl.constexpr,
+    UP: gl.constexpr,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Accumulators of the stage's weight rows, or of its first 128 and of the others if it has 256
+    (else the same twice), and the next step.
+    """
     if spec.recipe == "bf16":
-        acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
-    elif spec.recipe == "fp8_block":
-        acc, step = k_loop_scaled(spec, rings, step, 8, K, K_GROUP, True, True, PART, layout)
+        return k_loop_bf16(spec, rings, step, K, PART, layout)
+    elif spec.halves == 2:
+        return k_loop_halves(spec, rings, step, K, SCALED, UP, PART, layout)
     else:
-        acc, step = k_loop_scaled(spec, rings, step, 0, K, K_GROUP, False, False, PART, layout)
+        return k_loop_fp8(spec, rings, step, K, SCALED, UP, PART, layout)
+
+
+@gluon.jit
+def row_scales(spec: gl.constexpr, scales, PART: gl.constexpr, layout: gl.constexpr):
+    """Of the weight rows of an accumulator whose first is at `scales`, to broadcast over it."""
+    return gl.load(scales + along_weights(spec, layout, PART))
+
+
+@gluon.jit
+def scale_rows(
+    spec: gl.constexpr, acc, more, scales, early, PART: gl.constexpr, layout: gl.constexpr
+):
+    """Accumulators times the scales of their weight rows; with weights first they are `early`."""
+    if spec.tokens_first:
+        acc = acc * row_scales(spec, scales, PART, layout)
+        if spec.halves == 2:
+            more = more * row_scales(spec, scales + HALF_N, PART, layout)
+        return acc, more
+    else:
+        return acc * early, more
+
+
+@gluon.jit
+def linear1(ctx, rings, step, row0, expert, PART: gl.constexpr, layout: gl.constexpr):
+    """L1 accumulators of one partition for the weight rows from `row0` that one stage has, all
+    scales but those of a token's whole row applied: see :func:`k_loop`.
+    """
+    spec: gl.constexpr = ctx.spec
+    SCALED: gl.constexpr = spec.recipe == "fp8_block"
+    ROW_SCALED: gl.constexpr = (spec.recipe == "fp8") or (spec.recipe == "mxfp4")
+    w_scale = ctx.w1_scale + expert * (2 * spec.padded_intermediate) + row0
+    early = 0.0
+    if ROW_SCALED and not spec.tokens_first:
+        early = row_scales(spec, w_scale, PART, layout)
+    acc, more, step = k_loop(spec, rings, step, spec.padded_hidden, SCALED, 8, PART, layout)
+    if ROW_SCALED:
+        acc, more = scale_rows(spec, acc, more, w_scale, early, PART, layout)
+    return acc, more, step
+
+
+@gluon.jit
+def linear2(ctx, rings, step, row0, expert, PART: gl.constexpr, layout: gl.constexpr):
+    """As :func:`linear1`, of L2."""
+    spec: gl.constexpr = ctx.spec
+    ROW_SCALED: gl.constexpr = (spec.recipe == "fp8") or (spec.recipe == "mxfp4")
+    w_scale = ctx.w2_scale + expert * spec.padded_hidden + row0
+    early = 0.0
+    if ROW_SCALED and not spec.tokens_first:
+        early = row_scales(spec, w_scale, PART, layout)
+    acc, more, step = k_loop(spec, rings, step, spec.padded_intermediate, True, 0, PART, layout)
+    if ROW_SCALED:
+        acc, more = scale_rows(spec, acc, more, w_scale, early, PART, layout)
+    return acc, more, step
+
+
+@gluon.jit
+def factors_of_tokens(ctx, block, valid, PART: gl.constexpr, layout: gl.constexpr):
+    """Of each token: the scale of its row of x, 1.0 if it has none of its own, to broadcast over an
+    L1 accumulator, and its router weight, to broadcast over L1's output.
+    """
+    spec: gl.constexpr = ctx.spec
+    scale = 1.0
+    if (spec.recipe == "fp8") or (spec.recipe == "mxfp4"):
         token = along_tokens(spec, layout, PART)
-        pool_scale = (
-            ctx.region(spec.offset.pool_x_scale, gl.float32)
-            + (block % spec.ring_blocks) * spec.block_m
-        )
-        x_scale = gl.load(pool_scale + token, mask=token < valid, other=0.0, cache_modifier=".cg")
-        acc = (
-            acc
-            * gl.load(ctx.w1_scale + expert * n_rows + row0 + along_weights(spec, layout, PART))
-            * x_scale
-        )
-    return acc, step
+        scales = ctx.region(spec.offset.pool_x_scale, gl.float32)
+        scales += (block % spec.ring_blocks) * spec.block_m
+        scale = gl.load(scales + token, mask=token < valid, other=0.0, cache_modifier=".cg")
+    return scale, router_weights(ctx, block, valid, PART, layout)
 
 
 @gluon.jit
-def linear2(ctx, rings, step, tile, expert, PART: gl.constexpr, layout: gl.constexpr):
-    """The L2 accumulator of one partition, all scales applied: fp32 [ROWS, tile_columns]."""
+def tile_of_l1(
+    ctx, rings, step, block, tile, expert, valid, count, PART: gl.constexpr, layout: gl.constexpr
+):
+    """256 weight rows, which are 128 columns of L1's output and one scale of each token: at once
+    or, if a stage has 128 of them, one half after the other.
+
+    `count` numbers the L1 tiles of this CTA.  Returns the next step and when the last K loop ended.
+    """
     spec: gl.constexpr = ctx.spec
-    K: gl.constexpr = spec.padded_intermediate
-    n_rows: gl.constexpr = spec.padded_hidden
-    row0 = tile * spec.block_n
-    if spec.recipe == "bf16":
-        acc, step = k_loop_bf16(spec, rings, step, K, PART, layout)
-    elif spec.recipe == "fp8_block":
-        acc, step = k_loop_scaled(spec, rings, step, 0, K, H_GROUP, True, True, PART, layout)
+    row0 = tile * L1_ROWS
+    if spec.early:
+        # with its first stage a tile's tokens are there
+        take_stage(rings, step, spec.stages)
+        x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
+    acc, more, step = linear1(ctx, rings, step, row0, expert, PART, layout)
+    if spec.l1_turns == 1:
+        middle = now(ctx)
+    if not spec.early:
+        x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
+    acc = acc * x_scale
+    if spec.phases != "fused":
+        store_accumulator(ctx, acc, block, row0, valid, PART, layout)
     else:
-        acc, step = k_loop_scaled(spec, rings, step, 0, K, H_GROUP, False, True, PART, layout)
-        acc = acc * gl.load(
-            ctx.w2_scale + expert * n_rows + row0 + along_weights(spec, layout, PART)
-        )
-    return acc, step
+        low = activate(spec, acc, weight)
+        if spec.sets_aside:
+            rings.aside.index(PART).store(low)
+    if spec.l1_turns == 2:
+        more, _, step = linear1(ctx, rings, step, row0 + HALF_N, expert, PART, layout)
+        middle = now(ctx)
+        if not spec.early:
+            x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
+    more = more * x_scale
+    if spec.phases != "fused":
+        store_accumulator(ctx, more, block, row0 + HALF_N, valid, PART, layout)
+    else:
+        high = activate(spec, more, weight)
+        if spec.sets_aside:
+            low = rings.aside.index(PART).load(high.type.layout)
+        store_activated(ctx, rings, low, high, count, block, tile, valid, PART)
+    return step, middle
+
+
+@gluon.jit
+def tile_of_l2(
+    ctx, rings, step, block, tile, expert, valid, PART: gl.constexpr, layout: gl.constexpr
+):
+    """The weight rows of a stage.  Returns the next step and when the K loop ended."""
+    spec: gl.constexpr = ctx.spec
+    row0 = tile * spec.block_n
+    if spec.early:
+        take_stage(rings, step, spec.stages)
+        rows, real = owners_rows(ctx, block, valid, PART)
+    acc, more, step = linear2(ctx, rings, step, row0, expert, PART, layout)
+    middle = now(ctx)
+    if not spec.early:
+        rows, real = owners_rows(ctx, block, valid, PART)
+    push(ctx, acc, rows, real, row0, PART)
+    if spec.halves == 2:
+        push(ctx, more, rows, real, row0 + HALF_N, PART)
+    return step, middle
 
 
 @gluon.jit
 def pass_by(rings, step, stages, STAGES: gl.constexpr):
     """Walk a tile of `stages` stages in which this partition has no tokens."""
     for _ in range(stages):
-        stage = take_stage(rings, step, STAGES)
-        mbarrier.arrive(rings.empty.index(stage), count=1)
+        take_stage(rings, step, STAGES)
+        give_back(rings, step, STAGES)
         step += 1
     return step
 
 
 @gluon.jit
 def math_role(ctx, rings, PART: gl.constexpr):
-    """One warpgroup of four warps: 64 rows of every tile of this CTA."""
+    """One warpgroup of four warps: a part of every tile of this CTA."""
     spec: gl.constexpr = ctx.spec
     COLUMNS: gl.constexpr = spec.tile_columns
     k_instruction: gl.constexpr = 32 // spec.x_bytes
@@ -368,28 +509,20 @@ def math_role(ctx, rings, PART: gl.constexpr):
     step = 0
     i = 0
     l1_count = 0
-    steps1: gl.constexpr = spec.padded_hidden // spec.block_k
-    steps2: gl.constexpr = spec.padded_intermediate // spec.block_k
     kind, block, tile, expert, valid = take_task(rings, i)
     begin = now(ctx)
     while kind != DONE:
         middle = begin
         if spec.tokens_first and (PART * ROWS >= valid):
-            step = pass_by(rings, step, gl.where(kind == LINEAR1, steps1, steps2), spec.stages)
+            stages = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
+            step = pass_by(rings, step, stages, spec.stages)
         elif kind == LINEAR1:
-            acc, step = linear1(ctx, rings, step, block, tile, expert, valid, PART, layout)
-            middle = now(ctx)
-            if spec.phases != "fused":
-                store_accumulator(ctx, acc, block, tile, valid, PART, layout)
-            elif spec.tokens_first:
-                activate_tokens_first(ctx, acc, block, tile, valid, PART)
-            else:
-                activate_weights_first(ctx, rings, acc, l1_count, block, tile, valid, PART)
+            step, middle = tile_of_l1(
+                ctx, rings, step, block, tile, expert, valid, l1_count, PART, layout
+            )
             l1_count += 1
         else:
-            acc, step = linear2(ctx, rings, step, tile, expert, PART, layout)
-            middle = now(ctx)
-            push(ctx, acc, block, tile, valid, PART)
+            step, middle = tile_of_l2(ctx, rings, step, block, tile, expert, valid, PART, layout)
         cta_barrier()
         mbarrier.arrive(rings.tile_done.index(i % TASK_SLOTS), count=1)
         end = now(ctx)

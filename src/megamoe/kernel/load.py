@@ -1,10 +1,11 @@
 """The two loader warps: weights and tokens, stage by stage, through TMA into the ring of operands.
 
 They walk the same tasks and the same stages; a stage is full when the bytes of both have landed.
-MXFP4 codes land in the ring of the expanders, who fill the stage in the loader's place.
+Where there is an expander, weights land in its ring and it fills the stage in the loader's place.
 """
 
 from megamoe.kernel.compat import gl, gluon, mbarrier, tma_load
+from megamoe.kernel.epilogue import L1_ROWS
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
 from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, fence_async_proxy, wait_gpu
 from megamoe.kernel.trace import LOAD_TOKENS, LOAD_WEIGHTS, now, record
@@ -20,11 +21,21 @@ def free_stage(full, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def wait_landed(rings, step, spec: gl.constexpr):
+    """Until the weights of all steps but the last `in_flight` before this one have landed."""
+    if spec.in_flight < spec.packed_stages:
+        if step >= spec.in_flight:
+            before = step - spec.in_flight
+            phase = (before // spec.packed_stages) & 1
+            mbarrier.wait(rings.packed_full.index(before % spec.packed_stages), phase)
+
+
+@gluon.jit
 def load_weight_tile(
     desc,
     factors,
     expert,
-    tile,
+    row,
     rings,
     step,
     first,
@@ -33,16 +44,16 @@ def load_weight_tile(
     STEPS: gl.constexpr,
     spec: gl.constexpr,
 ):
-    """Stages `first` to `last` - 1 of a tile of a matrix with ROWS rows and STEPS stages an expert,
-    with their factors if the recipe has any.
+    """Stages `first` to `last` - 1 of the rows from `row` of a matrix with ROWS rows and STEPS
+    stages an expert, with their factors if the recipe has any.
     """
     columns: gl.constexpr = desc.block_shape[1]
     for k in range(first, last):
+        wait_landed(rings, step, spec)
         stage = free_stage(
             rings.packed_full, rings.packed_empty, step, spec.packed_bytes, spec.packed_stages
         )
         full = rings.packed_full.index(stage)
-        row = tile * spec.block_n
         tma_load(desc, [expert * ROWS + row, k * columns], full, rings.packed.index(stage))
         if spec.factor_rows > 0:
             factor = (expert * STEPS + k) * spec.factor_rows
@@ -104,26 +115,34 @@ def load_weights_role(ctx, rings):
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
         begin = now(ctx)
-        k = 0
         if kind == LINEAR1:
             rows: gl.constexpr = 2 * spec.padded_intermediate
             steps: gl.constexpr = spec.padded_hidden // spec.block_k
-            if i == 0:
-                k = 1
+            for turn in range(spec.l1_turns):
+                row = tile * L1_ROWS + turn * spec.block_n
+                k = 0
+                if (i == 0) & (turn == 0):
+                    k = 1
+                    step = load_weight_tile(
+                        ctx.w1, ctx.w1_factor, expert, row, rings, step, 0, k, rows, steps, spec
+                    )
+                    wait_gpu(
+                        arrived + block,
+                        spec.block_m,
+                        ctx.status(),
+                        PHASE_ROWS,
+                        block,
+                        spec.timeout_ns,
+                    )
                 step = load_weight_tile(
-                    ctx.w1, ctx.w1_factor, expert, tile, rings, step, 0, k, rows, steps, spec
+                    ctx.w1, ctx.w1_factor, expert, row, rings, step, k, steps, rows, steps, spec
                 )
-                wait_gpu(
-                    arrived + block, spec.block_m, ctx.status(), PHASE_ROWS, block, spec.timeout_ns
-                )
-            step = load_weight_tile(
-                ctx.w1, ctx.w1_factor, expert, tile, rings, step, k, steps, rows, steps, spec
-            )
         else:
             rows2: gl.constexpr = spec.padded_hidden
             steps2: gl.constexpr = spec.padded_intermediate // spec.block_k
+            row = tile * spec.block_n
             step = load_weight_tile(
-                ctx.w2, ctx.w2_factor, expert, tile, rings, step, k, steps2, rows2, steps2, spec
+                ctx.w2, ctx.w2_factor, expert, row, rings, step, 0, steps2, rows2, steps2, spec
             )
         record(ctx, LOAD_WEIGHTS, i, kind, block, tile, begin, begin, now(ctx))
         release_task(rings, i)
@@ -151,17 +170,18 @@ def load_tokens_role(ctx, rings):
             )
             fence_async_proxy(seen)
             ready = now(ctx)
-            step = load_token_tile(
-                ctx.pool_x,
-                ctx.pool_x_scale,
-                row,
-                valid,
-                rings,
-                step,
-                spec.padded_hidden // spec.block_k,
-                spec.l1_scale_rows,
-                spec,
-            )
+            for _ in range(spec.l1_turns):
+                step = load_token_tile(
+                    ctx.pool_x,
+                    ctx.pool_x_scale,
+                    row,
+                    valid,
+                    rings,
+                    step,
+                    spec.padded_hidden // spec.block_k,
+                    spec.l1_scale_rows,
+                    spec,
+                )
         else:
             if spec.phases == "fused":
                 seen = wait_gpu(

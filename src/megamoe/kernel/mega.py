@@ -1,7 +1,7 @@
 """The mega-kernel: one launch a forward.
 
     default partition      math 0
-    workers                math 1 | dispatch, then combine | expand (MXFP4) |
+    workers                math 1 | dispatch, then combine | expand (MXFP4, wide tiles) |
     load weights | load tokens | schedule | signal
 
 `spec.phases` cuts the same roles into the launches of the unfused chain; "fused" runs them all.
@@ -12,8 +12,9 @@ from megamoe.kernel.combine import combine_role
 from megamoe.kernel.compat import cta_barrier, fence_async_shared, gl, gluon
 from megamoe.kernel.context import MATH_PARTITIONS, Context, allocate_rings
 from megamoe.kernel.dispatch import CONTROL_EPOCH, dispatch_role
+from megamoe.kernel.epilogue import H_GROUP
 from megamoe.kernel.expand import expand_role
-from megamoe.kernel.linear import H_GROUP, math_role
+from megamoe.kernel.linear import math_role
 from megamoe.kernel.load import load_tokens_role, load_weights_role
 from megamoe.kernel.schedule import block_owner, first_blocks, rows_of_experts, schedule_role
 from megamoe.kernel.signal import signal_role
@@ -139,36 +140,20 @@ def moe_kernel(
             [4, 4, 1, 1, 1, 1],
             [math, communicate, load, load, load, load],
         )
-    elif spec.expanders == 1:
-        gl.warp_specialize(
-            [
-                (math_role, (ctx, rings, 0)),
-                (math_role, (ctx, rings, 1)),
-                (communicate_role, (ctx,)),
-                (expand_role, (ctx, rings, 0)),
-                (load_weights_role, (ctx, rings)),
-                (load_tokens_role, (ctx, rings)),
-                (schedule_role, (ctx, rings)),
-                (signal_role, (ctx, rings)),
-            ],
-            [4, 4, spec.expand_warps, 1, 1, 1, 1],
-            [math, communicate, expand, load, load, load, load],
-        )
     else:
         gl.warp_specialize(
             [
                 (math_role, (ctx, rings, 0)),
                 (math_role, (ctx, rings, 1)),
                 (communicate_role, (ctx,)),
-                (expand_role, (ctx, rings, 0)),
-                (expand_role, (ctx, rings, 1)),
+                (expand_role, (ctx, rings)),
                 (load_weights_role, (ctx, rings)),
                 (load_tokens_role, (ctx, rings)),
                 (schedule_role, (ctx, rings)),
                 (signal_role, (ctx, rings)),
             ],
-            [4, 4, spec.expand_warps, spec.expand_warps, 1, 1, 1, 1],
-            [math, communicate, expand, expand, load, load, load, load],
+            [4, 4, 4, 1, 1, 1, 1],
+            [math, communicate, expand, load, load, load, load],
         )
 
 

@@ -10,7 +10,7 @@ COMMUNICATE = gl.constexpr(2)
 LOAD_WEIGHTS = gl.constexpr(3)
 LOAD_TOKENS = gl.constexpr(4)
 SIGNAL = gl.constexpr(5)
-EXPAND = gl.constexpr(6)  # and 7
+EXPAND = gl.constexpr(6)
 ROLE_COUNT = gl.constexpr(len(plan.ROLES))
 TRACE_WORDS = gl.constexpr(plan.TRACE_WORDS)
 
