@@ -186,6 +186,11 @@ class KernelSpec:
         return self.block_m == 128
 
     @property
+    def row_scaled(self) -> bool:
+        """Whether a weight row and a token's row have one scale each, applied to finished sums."""
+        return self.recipe in ("fp8", "mxfp4")
+
+    @property
     def expands(self) -> bool:
         """Whether math partitions expand MXFP4 codes on their way to WGMMA."""
         return self.recipe == "mxfp4" and self.expanders == 0
@@ -222,8 +227,10 @@ class KernelSpec:
 
     @property
     def sets_aside(self) -> bool:
-        """See :func:`sets_aside`."""
-        return self.phases == "fused" and sets_aside(self.recipe, self.block_m)
+        """Whether the first half of an activated L1 tile waits in shared memory for the second:
+        beside an expander there are too few registers for it through a K loop.
+        """
+        return self.phases == "fused" and self.expanders > 0
 
     @property
     def exchanges_maxima(self) -> bool:
@@ -353,13 +360,6 @@ def factor_rows(recipe: str, block_k: int) -> int:
     return block_k // 128 if recipe in ("fp8_block", "mxfp4") else 0
 
 
-def sets_aside(recipe: str, block_m: int) -> bool:
-    """Whether the first half of an activated L1 tile waits in shared memory for the second, since
-    there are too few registers for it beside a K loop.
-    """
-    return recipe == "mxfp4" and block_m == 128
-
-
 def max_blocks(config: MoEConfig, block_m: int) -> int:
     """Pool blocks one rank can need, whatever the routing: every row of every rank may come
     here.
@@ -394,8 +394,8 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     scale_rows = 1 if config.recipe == "bf16" else block_k // H_GROUP
     factors = 4 * factor_rows(config.recipe, block_k) * block_n
     room = SHARED_BYTES - SHARED_SCRATCH[block_m == 128]
-    if sets_aside(config.recipe, block_m):
-        room -= 4 * block_m * H_GROUP // 2
+    if expanders:
+        room -= 4 * block_m * H_GROUP // 2  # half of an activated tile: KernelSpec.sets_aside
     w_row = block_k // 2 if expands else block_k * x_bytes
     stage = block_n * w_row + block_m * block_k * x_bytes + 4 * scale_rows * block_m
     if expanders:

@@ -363,17 +363,32 @@ def row_scales(spec: gl.constexpr, scales, PART: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def scale_rows(
-    spec: gl.constexpr, acc, more, scales, early, PART: gl.constexpr, layout: gl.constexpr
+def row_scaled_loop(
+    spec: gl.constexpr,
+    rings,
+    step,
+    K: gl.constexpr,
+    SCALED: gl.constexpr,
+    UP: gl.constexpr,
+    scales,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
 ):
-    """Accumulators times the scales of their weight rows; with weights first they are `early`."""
-    if spec.tokens_first:
-        acc = acc * row_scales(spec, scales, PART, layout)
-        if spec.halves == 2:
-            more = more * row_scales(spec, scales + HALF_N, PART, layout)
-        return acc, more
-    else:
-        return acc * early, more
+    """:func:`k_loop`, times the scales of the weight rows if each has one; theirs begin at `scales`
+    and with weights first are loaded before the loop.
+    """
+    early = 0.0
+    if spec.row_scaled and not spec.tokens_first:
+        early = row_scales(spec, scales, PART, layout)
+    acc, more, step = k_loop(spec, rings, step, K, SCALED, UP, PART, layout)
+    if spec.row_scaled:
+        if spec.tokens_first:
+            acc = acc * row_scales(spec, scales, PART, layout)
+            if spec.halves == 2:
+                more = more * row_scales(spec, scales + HALF_N, PART, layout)
+        else:
+            acc = acc * early
+    return acc, more, step
 
 
 @gluon.jit
@@ -383,30 +398,18 @@ def linear1(ctx, rings, step, row0, expert, PART: gl.constexpr, layout: gl.const
     """
     spec: gl.constexpr = ctx.spec
     SCALED: gl.constexpr = spec.recipe == "fp8_block"
-    ROW_SCALED: gl.constexpr = (spec.recipe == "fp8") or (spec.recipe == "mxfp4")
-    w_scale = ctx.w1_scale + expert * (2 * spec.padded_intermediate) + row0
-    early = 0.0
-    if ROW_SCALED and not spec.tokens_first:
-        early = row_scales(spec, w_scale, PART, layout)
-    acc, more, step = k_loop(spec, rings, step, spec.padded_hidden, SCALED, 8, PART, layout)
-    if ROW_SCALED:
-        acc, more = scale_rows(spec, acc, more, w_scale, early, PART, layout)
-    return acc, more, step
+    scales = ctx.w1_scale + expert * (2 * spec.padded_intermediate) + row0
+    return row_scaled_loop(spec, rings, step, spec.padded_hidden, SCALED, 8, scales, PART, layout)
 
 
 @gluon.jit
 def linear2(ctx, rings, step, row0, expert, PART: gl.constexpr, layout: gl.constexpr):
     """As :func:`linear1`, of L2."""
     spec: gl.constexpr = ctx.spec
-    ROW_SCALED: gl.constexpr = (spec.recipe == "fp8") or (spec.recipe == "mxfp4")
-    w_scale = ctx.w2_scale + expert * spec.padded_hidden + row0
-    early = 0.0
-    if ROW_SCALED and not spec.tokens_first:
-        early = row_scales(spec, w_scale, PART, layout)
-    acc, more, step = k_loop(spec, rings, step, spec.padded_intermediate, True, 0, PART, layout)
-    if ROW_SCALED:
-        acc, more = scale_rows(spec, acc, more, w_scale, early, PART, layout)
-    return acc, more, step
+    scales = ctx.w2_scale + expert * spec.padded_hidden + row0
+    return row_scaled_loop(
+        spec, rings, step, spec.padded_intermediate, True, 0, scales, PART, layout
+    )
 
 
 @gluon.jit
@@ -416,7 +419,7 @@ def factors_of_tokens(ctx, block, valid, PART: gl.constexpr, layout: gl.constexp
     """
     spec: gl.constexpr = ctx.spec
     scale = 1.0
-    if (spec.recipe == "fp8") or (spec.recipe == "mxfp4"):
+    if spec.row_scaled:
         token = along_tokens(spec, layout, PART)
         scales = ctx.region(spec.offset.pool_x_scale, gl.float32)
         scales += (block % spec.ring_blocks) * spec.block_m
