@@ -242,15 +242,15 @@ RINGS = [
            "wrong bits", "fp8 long"),
     Mutation(
         "halves: stage released after the first's product",
-        ((FIRST_HALF, f"{RELEASE}\n        {FIRST_HALF}"),
-         (f"{HALF_WAIT} {RELEASE} {LAST_HALF}", f"{HALF_WAIT}\n        {LAST_HALF}")),
+        ((FIRST_HALF, f"{NOW}\n        {FIRST_HALF}"),
+         (f"{HALF_WAIT} {NOW} {LAST_HALF}", f"{HALF_WAIT}\n        {LAST_HALF}")),
         "SharedMemoryRace", FP8_HALVES,
     ),
     broken("halves: stage released before the second's product has read it",
-           f"{HALF_WAIT} {RELEASE} {LAST_HALF}",
-           f"{RELEASE}\n        {HALF_WAIT}\n        {LAST_HALF}", "SharedMemoryRace", FP8_HALVES),
-    broken("halves: second product is not waited for", f"{HALF_WAIT} {RELEASE}",
-           f"{HALF_WAIT.replace('0', '1')}\n        {RELEASE}", "AsyncFault or SharedMemoryRace",
+           f"{HALF_WAIT} {NOW} {LAST_HALF}",
+           f"{NOW}\n        {HALF_WAIT}\n        {LAST_HALF}", "SharedMemoryRace", FP8_HALVES),
+    broken("halves: second product is not waited for", f"{HALF_WAIT} {NOW}",
+           f"{HALF_WAIT.replace('0', '1')}\n        {NOW}", "AsyncFault or SharedMemoryRace",
            FP8_HALVES),
     broken("halves: second product takes the first's rows", "stage, 0, PART, 1, layout)",
            "stage, 0, PART, 0, layout)", "wrong bits", FP8_HALVES),
@@ -343,10 +343,12 @@ FENCED = "fence_async_shared() cta_barrier() for t in"
 LOAD_REST = "ctx.w1, ctx.w1_factor, expert, row, rings, step, {}, steps, rows"
 ROW_WORDS = "plain.index((stage * spec.factor_rows + G) * MATH_PARTITIONS + PART)"
 WORDS = "low0 + zero, low1 + zero, high0 + zero, high1 + zero"
-CODES_OF = "codes.slice(G * K_GROUP // 2 + 32 * part, 32, 1)"
+CODES_OF = "codes.slice(G * K_GROUP // 2, 32, 1)"
+HIGH_CODES = "codes.slice(G * K_GROUP // 2 + 32, 32, 1)"
 CODE_ROWS = "codes = rings.w.index(stage).slice(PART * ROWS"
 TOKENS_OF = "x = rings.x.index(stage).slice(G * K_GROUP, K_GROUP, 1)"
-HIGH_TOKENS = "x.slice(64 * part + 32, 32, 1)"
+JOINED = "gl.join(k0, k32)"
+HALVES = "gl.join(gl.join(k0, k32), gl.join(k64, k96))"
 
 
 def expander(name: str, old: str, new: str, caught_as: str) -> Mutation:
@@ -406,14 +408,15 @@ EXPANDERS = [
            "SharedMemoryRace or UnwrittenRead"),
     narrow("offsets of the other partition's rows", ROW_WORDS,
            ROW_WORDS.replace("PART)", "1 - PART)")),
-    narrow("offsets of the first half for both", ">> (16 * part)", ">> (0 * part)"),
+    narrow("offsets of the first half for both", "offsets >> 16)", "offsets >> 0)"),
     narrow("codes of the stage's first group", CODES_OF, CODES_OF.replace("G *", "0 *")),
-    narrow("codes of the group's first half", CODES_OF, CODES_OF.replace("32 * part", "0")),
+    narrow("codes of the group's first half", HIGH_CODES, CODES_OF),
     narrow("codes of the other partition's rows", CODE_ROWS,
            CODE_ROWS.replace("PART", "(1 - PART)")),
     narrow("tokens of the stage's first group", TOKENS_OF,
            TOKENS_OF.replace("G * K_GROUP,", "0,")),
-    narrow("tokens of the low codes for the high", HIGH_TOKENS, HIGH_TOKENS.replace(" + 32", "")),
+    narrow("low codes and high ones swapped", JOINED, "gl.join(k32, k0)"),
+    narrow("halves of a group swapped", HALVES, "gl.join(gl.join(k64, k96), gl.join(k0, k32))"),
     *either("offset of the low block for the high one", "(offsets >> 8) & 0xFF", "offsets & 0xFF"),
     *either("tables of the low block for the high one", WORDS, WORDS.replace("high", "low")),
     *either("tables of the high block for the low one", WORDS, WORDS.replace("low", "high")),
@@ -581,8 +584,21 @@ COUNTERS = [
            "signal_rows(arrived + block, 1, real)", "Deadlock"),
 ]  # fmt: skip
 
+# --- rows of several steps ----------------------------------------------------------------------
+
+FAR_STEP = "third = load_step(src, {}, i + 3,"
+FAR_CODES = "third_code = load_step(codes_of_groups, copy, i + 3,"
+PULLS = [
+    *(broken(f"a step of a row skipped, {s}", FAR_STEP.format(mask),
+             FAR_STEP.format(mask).replace("3", "4"), "wrong bits", s)
+      for mask, s in (("mask", "far"), ("copy", "far bytes"))),
+    broken("codes of a step skipped", FAR_CODES, FAR_CODES.replace("3", "4"), "wrong bits", "far"),
+    broken("last step of a row not loaded", "mask=mask & (step < STEPS)",
+           "mask=mask & (step < STEPS - 1)", "wrong bits", "far"),
+]  # fmt: skip
+
 TILES = [*EPILOGUE, *EXPANDERS, *WIDE_TILES, *SCALES]
-MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *TILES, *ORDER, *REBASE, *COUNTERS]
+MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *TILES, *ORDER, *REBASE, *PULLS, *COUNTERS]
 
 # (mutation, why nothing comes to light)
 NOT_CAUGHT = [

@@ -315,7 +315,8 @@ def test_tile_policy_by_tokens_of_an_expert(recipe):
         assert policy.family == ("decode" if block_m <= 32 else "prefill")
         two = recipe in ("fp8", "bf16") and tokens > 128
         assert policy.block_n == (256 if two else 128) and HALF_N == 64 * MATH_PARTITIONS == 128
-        assert policy.block_k == (64 if recipe == "bf16" else 256 if block_m <= 32 else 128)
+        long = block_m <= (64 if recipe == "mxfp4" else 32)
+        assert policy.block_k == (64 if recipe == "bf16" else 256 if long else 128)
         assert policy.expanders == (recipe == "mxfp4" and block_m == 128)
     for block_m in BLOCK_MS:
         fixed = make_config((recipe, X_SCALES[recipe][0]), block_m=block_m)

@@ -332,9 +332,7 @@ def faults(found: Report, *, known_spills: tuple[int, int] = (0, 0)) -> list[str
         )
     expanders = found.case.policy.expanders
     if len(found.expanders) != expanders:
-        wrong.append(
-            f"{len(found.expanders)} loops of expanders, expected {expanders}"
-        )
+        wrong.append(f"{len(found.expanders)} loops of expanders, expected {expanders}")
     for name, spills, known in (
         ("K loops", found.loop_spills, known_spills),
         ("expanders", found.expander_spills, (0, 0)),

@@ -275,6 +275,13 @@ class KernelSpec:
         return self.ring_blocks * self.block_m
 
     @property
+    def pulls_far(self) -> bool:
+        """Whether dispatch has three steps of a row on their way, and not one: where it has the
+        registers.
+        """
+        return self.block_m < 128
+
+    @property
     def pull_groups(self) -> int:
         """Scale groups of a row that dispatch moves in a step; a power of two."""
         return min(32, largest_power_of_two_in(self.padded_hidden // 32))
@@ -378,14 +385,14 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     block_m = config.block_m
     if block_m is None:
         block_m = next(b for most, b in TILES if tokens_per_expert <= most)
+    # narrow tiles have the math expand MXFP4 codes, in wide ones weights are no register operand
+    expands = config.recipe == "mxfp4" and block_m <= 64
     if config.recipe == "bf16":
         block_k, x_bytes = 64, 2
-    elif block_m <= 32:
+    elif block_m <= 32 or expands:
         block_k, x_bytes = 256, 1  # products are short: two K groups for each turn of the barriers
     else:
         block_k, x_bytes = 128, 1
-    # narrow tiles have the math expand MXFP4 codes, in wide ones weights are no register operand
-    expands = config.recipe == "mxfp4" and block_m <= 64
     expanders = int(config.recipe == "mxfp4" and not expands)
     # wide tiles are fed by shared memory and L2: twice the weight rows need a tenth less of one and
     # a quarter less of the other, where registers hold their accumulators

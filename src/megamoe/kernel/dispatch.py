@@ -220,12 +220,18 @@ def pull(ctx, rows, first, blocks, event):
         event += 1
         if spec.phases == "fused":
             # rows wait for ring slots: meanwhile tokens come back
-            if (blocks > spec.ring_blocks) & is_long(ctx):
+            if (gl.max(block, 0) >= spec.ring_blocks) & is_long(ctx):
                 claim, event = combine_complete(ctx, claim, COMMUNICATE, event)
     if spec.x_scales == "ue8m0_32":
         control = ctx.region(spec.offset.control, gl.int32)
         gl.atomic_add(control + CONTROL_INEXACT, inexact, sem="relaxed", scope="gpu")
     return event
+
+
+@gluon.jit
+def load_step(src, mask, step, WIDTH: gl.constexpr, STEPS: gl.constexpr):
+    """Columns of rows, WIDTH a step; nothing past the last step."""
+    return gl.load(src + step * WIDTH, mask=mask & (step < STEPS), other=0)
 
 
 @gluon.jit
@@ -247,14 +253,21 @@ def pull_bytes(ctx, source, token, pool_row, real):
     dst = gl.multiple_of(dst, 16)
     copy = gl.convert_layout(real, line)[:, None]
     w = gl.arange(0, width, layout=gl.SliceLayout(0, layout))[None, :]
-    ahead = gl.load(src[:, None] + w, mask=copy, other=0)
-    for start in range(0, words, width):
-        data = ahead
-        # the last step loads its own columns again
-        ahead = gl.load(
-            src[:, None] + (gl.minimum(start + width, words - width) + w), mask=copy, other=0
-        )
-        gl.store(dst[:, None] + (start + w), data, mask=copy)
+    STEPS: gl.constexpr = words // width
+    src = src[:, None] + w
+    first = load_step(src, copy, 0, width, STEPS)
+    if spec.pulls_far:
+        second = load_step(src, copy, 1, width, STEPS)
+        third = load_step(src, copy, 2, width, STEPS)
+    for i in range(STEPS):
+        data = first
+        if spec.pulls_far:
+            first = second
+            second = third
+            third = load_step(src, copy, i + 3, width, STEPS)
+        else:
+            first = load_step(src, copy, i + 1, width, STEPS)
+        gl.store(dst[:, None] + (i * width + w), data, mask=copy)
 
 
 @gluon.jit
@@ -373,18 +386,31 @@ def pull_rebased(ctx, source, token, pool_row, real):
     offset = (g * 8)[:, :, None] + word
     src = gl.multiple_of(src, 16)[:, None][:, :, None] + offset
     dst = gl.multiple_of(dst, 16)[:, None][:, :, None] + offset
-    ahead = gl.load(src, mask=mask, other=0)
-    code_ahead = gl.load(codes[:, None] + g, mask=copy, other=0)
+    codes_of_groups = codes[:, None] + g
+    first = load_step(src, mask, 0, width * 8, STEPS)
+    first_code = load_step(codes_of_groups, copy, 0, width, STEPS)
+    if spec.pulls_far:
+        second = load_step(src, mask, 1, width * 8, STEPS)
+        second_code = load_step(codes_of_groups, copy, 1, width, STEPS)
+        third = load_step(src, mask, 2, width * 8, STEPS)
+        third_code = load_step(codes_of_groups, copy, 2, width, STEPS)
     words_of_codes = gl.convert_layout(codes, by_row).to(gl.pointer_type(gl.int32), bitcast=True)
     top = largest_code(words_of_codes, gl.convert_layout(real, by_row), groups, lanes, by_code)
     top = gl.convert_layout(top, line)
     changed = gl.zeros((N, width, 8), gl.int32, layout)
     for i in range(STEPS):
-        x = ahead
-        code = code_ahead.to(gl.int32)
-        step = gl.minimum(i + 1, STEPS - 1)  # the last step loads its own columns again
-        ahead = gl.load(src + step * (width * 8), mask=mask, other=0)
-        code_ahead = gl.load(codes[:, None] + (step * width + g), mask=copy, other=0)
+        x = first
+        code = first_code.to(gl.int32)
+        if spec.pulls_far:
+            first = second
+            first_code = second_code
+            second = third
+            second_code = third_code
+            third = load_step(src, mask, i + 3, width * 8, STEPS)
+            third_code = load_step(codes_of_groups, copy, i + 3, width, STEPS)
+        else:
+            first = load_step(src, mask, i + 1, width * 8, STEPS)
+            first_code = load_step(codes_of_groups, copy, i + 1, width, STEPS)
         shift = gl.zeros((N, width, 8), gl.int32, layout) + (top[:, None] - code)[:, :, None]
         moved, some = rebase(x, shift)
         gl.store(dst + i * (width * 8), moved, mask=mask)

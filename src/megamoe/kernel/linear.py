@@ -34,7 +34,7 @@ from megamoe.kernel.epilogue import (
 )
 from megamoe.kernel.expand import expand_codes
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
-from megamoe.kernel.trace import now, record
+from megamoe.kernel.trace import now, record_begin, record_end
 
 K_GROUP = gl.constexpr(plan.K_GROUP)  # K between two promotions where no scale asks for more
 
@@ -170,21 +170,20 @@ def begin_expanded(
 ):
     """As :func:`begin_product`, of MXFP4 codes: expanded into registers, from which WGMMA takes its
     M side.  So shared memory moves half of what it would with expanded weights in it.
+
+    One operation over the whole group: each has a fence of its own.
     """
     COLUMNS: gl.constexpr = spec.tile_columns
     side: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     codes = rings.w.index(stage).slice(PART * ROWS, ROWS, 0)
     x = rings.x.index(stage).slice(G * K_GROUP, K_GROUP, 1)
     offsets = row_words(spec, rings, gl.int32, stage, G, PART, gl.SliceLayout(1, side))[:, None]
-    product = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    for part in gl.static_range(K_GROUP // 64):
-        mine = codes.slice(G * K_GROUP // 2 + 32 * part, 32, 1).load(side)
-        low, high = expand_codes(mine, offsets >> (16 * part))
-        b = x.slice(64 * part, 32, 1).permute((1, 0))
-        product = warpgroup_mma(low, b, product, is_async=True)
-        b = x.slice(64 * part + 32, 32, 1).permute((1, 0))
-        product = warpgroup_mma(high, b, product, is_async=True)
-    return product
+    k0, k32 = expand_codes(codes.slice(G * K_GROUP // 2, 32, 1).load(side), offsets)
+    k64, k96 = expand_codes(codes.slice(G * K_GROUP // 2 + 32, 32, 1).load(side), offsets >> 16)
+    values = gl.join(gl.join(k0, k32), gl.join(k64, k96)).permute((0, 3, 2, 1))
+    values = gl.convert_layout(values.reshape((ROWS, K_GROUP)), side)  # nothing changes its thread
+    zero = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+    return warpgroup_mma(values, x.permute((1, 0)), zero, is_async=True)
 
 
 @gluon.jit
@@ -308,14 +307,12 @@ def k_loop_halves(
     layout: gl.constexpr,
 ):
     """As :func:`k_loop_fp8`, for stages of 256 weight rows and one K group: an accumulator for each
-    half, one product at a time, since registers do not hold two.
+    half, one product at a time, since registers do not hold two.  So scales have been used for the
+    first before the stage is given back after the second.
     """
     acc = gl.zeros((ROWS, HALF_N), gl.float32, layout)
     more = gl.zeros((ROWS, HALF_N), gl.float32, layout)
-    for k in range(K // K_GROUP):
-        if SCALED:
-            if k > 0:
-                give_back(rings, step - 1, spec.stages)
+    for _ in range(K // K_GROUP):
         stage = take_stage(rings, step, spec.stages)
         scale = 0.0
         product = begin_product(spec, rings, stage, 0, PART, 0, layout)
@@ -325,12 +322,9 @@ def k_loop_halves(
         acc = promote(acc, product, scale, SCALED)
         product = begin_product(spec, rings, stage, 0, PART, 1, layout)
         product = warpgroup_mma_wait(0, deps=[product])
-        if not SCALED:
-            give_back(rings, step, spec.stages)
+        give_back(rings, step, spec.stages)
         more = promote(more, product, scale, SCALED)
         step += 1
-    if SCALED:
-        give_back(rings, step - 1, spec.stages)
     return acc, more, step
 
 
@@ -443,10 +437,10 @@ def tile_of_l1(
         take_stage(rings, step, spec.stages)
         x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
     acc, more, step = linear1(ctx, rings, step, row0, expert, PART, layout)
-    if spec.l1_turns == 1:
-        middle = now(ctx)
     if not spec.early:
         x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
+    if spec.l1_turns == 1:
+        middle = now(ctx)  # nothing moves across it: loads first
     acc = acc * x_scale
     if spec.phases != "fused":
         store_accumulator(ctx, acc, block, row0, valid, PART, layout)
@@ -456,9 +450,9 @@ def tile_of_l1(
             rings.aside.index(PART).store(low)
     if spec.l1_turns == 2:
         more, _, step = linear1(ctx, rings, step, row0 + HALF_N, expert, PART, layout)
-        middle = now(ctx)
         if not spec.early:
             x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
+        middle = now(ctx)
     more = more * x_scale
     if spec.phases != "fused":
         store_accumulator(ctx, more, block, row0 + HALF_N, valid, PART, layout)
@@ -481,9 +475,9 @@ def tile_of_l2(
         take_stage(rings, step, spec.stages)
         rows, real = owners_rows(ctx, block, valid, PART)
     acc, more, step = linear2(ctx, rings, step, row0, expert, PART, layout)
-    middle = now(ctx)
     if not spec.early:
         rows, real = owners_rows(ctx, block, valid, PART)
+    middle = now(ctx)
     push(ctx, acc, rows, real, row0, PART)
     if spec.halves == 2:
         push(ctx, more, rows, real, row0 + HALF_N, PART)
@@ -515,6 +509,8 @@ def math_role(ctx, rings, PART: gl.constexpr):
     kind, block, tile, expert, valid = take_task(rings, i)
     begin = now(ctx)
     while kind != DONE:
+        # now, so that no registers hold it through the K loop
+        record_begin(ctx, PART, i, kind, block, tile, begin)
         middle = begin
         if spec.tokens_first and (PART * ROWS >= valid):
             stages = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
@@ -529,7 +525,7 @@ def math_role(ctx, rings, PART: gl.constexpr):
         cta_barrier()
         mbarrier.arrive(rings.tile_done.index(i % TASK_SLOTS), count=1)
         end = now(ctx)
-        record(ctx, PART, i, kind, block, tile, begin, middle, end)
+        record_end(ctx, PART, i, middle, end)
         begin = end  # reading the timer is most of what a timeline costs
         release_task(rings, i)
         i += 1

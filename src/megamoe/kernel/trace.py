@@ -35,16 +35,33 @@ def now(ctx):
 
 
 @gluon.jit
-def record(ctx, ROLE: gl.constexpr, i, kind, block, tile, begin, middle, end):
-    """Event i of this program's role: what it was, and when it began, changed from waiting to
-    working, and ended.
-    """
+def two_words(ctx, ROLE: gl.constexpr, i, first, second, START: gl.constexpr):
+    """Store words START and START + 1 of event i of this program's role."""
     events: gl.constexpr = ctx.spec.trace_events
-    if events > 0:
-        row = (gl.program_id(0) * ROLE_COUNT + ROLE) * events + gl.minimum(i, events - 1)
-        where = ctx.region(ctx.spec.offset.trace, gl.int64) + row.to(gl.int64) * TRACE_WORDS
+    row = (gl.program_id(0) * ROLE_COUNT + ROLE) * events + gl.minimum(i, events - 1)
+    where = ctx.region(ctx.spec.offset.trace, gl.int64) + row.to(gl.int64) * TRACE_WORDS + START
+    one: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    word = gl.arange(0, 2, layout=one)  # of one thread: a wide store
+    gl.store(where + word, gl.where(word == 0, first, second))
+
+
+@gluon.jit
+def record_begin(ctx, ROLE: gl.constexpr, i, kind, block, tile, begin):
+    """Event i of this program's role: what it is, and when it began."""
+    if ctx.spec.trace_events > 0:
         tag = (begin * 0 + kind) * (1 << 48) + (begin * 0 + block) * (1 << 16) + tile
-        one: gl.constexpr = gl.BlockedLayout([TRACE_WORDS], [32], [gl.num_warps()], [0])
-        word = gl.arange(0, TRACE_WORDS, layout=one)  # of one thread: two wide stores
-        times = gl.where(word == 1, begin, gl.where(word == 2, middle, end))
-        gl.store(where + word, gl.where(word == 0, tag, times))
+        two_words(ctx, ROLE, i, tag, begin, 0)
+
+
+@gluon.jit
+def record_end(ctx, ROLE: gl.constexpr, i, middle, end):
+    """When it changed from waiting to working, and when it ended."""
+    if ctx.spec.trace_events > 0:
+        two_words(ctx, ROLE, i, middle, end, 2)
+
+
+@gluon.jit
+def record(ctx, ROLE: gl.constexpr, i, kind, block, tile, begin, middle, end):
+    """A whole event."""
+    record_begin(ctx, ROLE, i, kind, block, tile, begin)
+    record_end(ctx, ROLE, i, middle, end)

@@ -103,7 +103,7 @@ def read(traces: Sequence[torch.Tensor], *, programs: int) -> Timeline:
                 f"{len(ROLES)} * events, {TRACE_WORDS}], got {trace.dtype} {list(trace.shape)}"
             )
         words = trace.cpu().view(programs, len(ROLES), -1, TRACE_WORDS)
-        used = words[..., 1] > 0
+        used = words[..., 3] > 0
         for program, role in used[:, :, -1].nonzero().tolist():
             full.append((rank, program, role))
         for (program, role, _), row in zip(
