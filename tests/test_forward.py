@@ -146,6 +146,13 @@ def test_padded_shapes(form, shape):
     check_call(layer.model(), layer, make_call(layer.config, [3, 6], seed=hidden))
 
 
+def test_more_scales_in_a_row_than_a_warp_has_lanes():
+    layer = Layer(
+        make_config(("fp8_block", "block128"), hidden=4352, intermediate=128, experts=4, topk=2)
+    )
+    check_call(layer.model(), layer, make_call(layer.config, [5], seed=34))
+
+
 def test_empty_tensors_and_zero_row_slices():
     layer = Layer(make_config(ranks=2))
     full = make_call(layer.config, [6, 4], seed=7)

@@ -14,6 +14,7 @@ from megamoe.kernel.sync import (
     PHASE_BAD_EXPERT,
     PHASE_SLOT,
     arrive_last,
+    peek_sys,
     report,
     set_peers,
     signal_rows,
@@ -187,6 +188,12 @@ def pull(ctx, rows, first, blocks, event):
         if blocks > spec.ring_blocks:
             before = gl.maximum(block - spec.ring_blocks, 0)
             wanted = gl.where(block >= spec.ring_blocks, spec.l2_tiles, 0)
+            if spec.phases == "fused":
+                # while a slot is waited for, and not otherwise, tokens are added up
+                taken = (peek_sys(l2_done + before) < wanted).to(gl.int32)
+                if (gl.max(taken, 0) > 0) & is_long(ctx):
+                    claim, event = combine_complete(ctx, claim, COMMUNICATE, event)
+                    begin = now(ctx)
             wait_gpu(
                 l2_done + before,
                 wanted,
@@ -218,10 +225,6 @@ def pull(ctx, rows, first, blocks, event):
         signal_rows(arrived + block, 1 + padding, real)
         record(ctx, COMMUNICATE, event, PULL, unit, 0, begin, ready, now(ctx))
         event += 1
-        if spec.phases == "fused":
-            # rows wait for ring slots: meanwhile tokens come back
-            if (gl.max(block, 0) >= spec.ring_blocks) & is_long(ctx):
-                claim, event = combine_complete(ctx, claim, COMMUNICATE, event)
     if spec.x_scales == "ue8m0_32":
         control = ctx.region(spec.offset.control, gl.int32)
         gl.atomic_add(control + CONTROL_INEXACT, inexact, sem="relaxed", scope="gpu")
@@ -277,14 +280,23 @@ def pull_scales(ctx, source, token, pool_row, real):
     """
     spec: gl.constexpr = ctx.spec
     pool = ctx.region(spec.offset.pool_x_scale, gl.float32)
-    scales = ctx.peer_region(source, spec.offset.x_scale, gl.float32)
     if spec.x_scales == "token":
+        scales = ctx.peer_region(source, spec.offset.x_scale, gl.float32)
         gl.store(pool + pool_row, gl.load(scales + token, mask=real, other=0.0), mask=real)
     if spec.x_scales == "block128":
-        blocks: gl.constexpr = spec.padded_hidden // 128
-        for b in range(blocks):
-            scale = gl.load(scales + token.to(gl.int64) * blocks + b, mask=real, other=0.0)
-            gl.store(pool + b * spec.ring_rows + pool_row, scale, mask=real)
+        BLOCKS: gl.constexpr = spec.padded_hidden // 128
+        LANES: gl.constexpr = spec.code_lanes
+        warps: gl.constexpr = gl.num_warps()
+        by_block: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+        line: gl.constexpr = gl.SliceLayout(1, by_block)
+        b = gl.arange(0, LANES, layout=gl.SliceLayout(0, by_block))[None, :]
+        row = gl.convert_layout(token, line).to(gl.int64)[:, None]
+        target = gl.convert_layout(pool_row, line)[:, None]
+        copy = gl.convert_layout(real, line)[:, None] & (b < BLOCKS)
+        peer = gl.convert_layout(source, line)
+        scales = ctx.peer_region(peer, spec.offset.x_scale, gl.float32)[:, None]
+        scale = gl.load(scales + row * BLOCKS + b, mask=copy, other=0.0)
+        gl.store(pool + b * spec.ring_rows + target, scale, mask=copy)
 
 
 # Four e4m3 times a power of two, rounded: products in fp16 are exact, or so far below the smallest
