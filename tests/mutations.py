@@ -586,15 +586,18 @@ COUNTERS = [
 
 # --- rows of several steps ----------------------------------------------------------------------
 
-FAR_STEP = "third = load_step(src, {}, i + 3,"
-FAR_CODES = "third_code = load_step(codes_of_groups, copy, i + 3,"
+NEXT_STEP = "step = gl.minimum(i + 1, STEPS - 1)"
+NEXT_BYTES = "gl.minimum(start + width, words - width)"
+NEXT_CODES = "codes[:, None] + (step * width + g)"
 PULLS = [
-    *(broken(f"a step of a row skipped, {s}", FAR_STEP.format(mask),
-             FAR_STEP.format(mask).replace("3", "4"), "wrong bits", s)
-      for mask, s in (("mask", "far"), ("copy", "far bytes"))),
-    broken("codes of a step skipped", FAR_CODES, FAR_CODES.replace("3", "4"), "wrong bits", "far"),
-    broken("last step of a row not loaded", "mask=mask & (step < STEPS)",
-           "mask=mask & (step < STEPS - 1)", "wrong bits", "far"),
+    broken("a step of a row skipped", NEXT_STEP, NEXT_STEP.replace("i + 1", "i + 2"), "wrong bits",
+           "steps"),
+    broken("a step of bytes skipped", NEXT_BYTES, NEXT_BYTES.replace("width,", "2 * width,"),
+           "wrong bits", "steps of bytes"),
+    broken("codes of the first step for all", NEXT_CODES, NEXT_CODES.replace("step", "0"),
+           "wrong bits", "steps"),
+    broken("last step of a row not loaded", NEXT_STEP, NEXT_STEP.replace("- 1", "- 2"),
+           "wrong bits", "steps"),
 ]  # fmt: skip
 
 TILES = [*EPILOGUE, *EXPANDERS, *WIDE_TILES, *SCALES]

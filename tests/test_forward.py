@@ -130,7 +130,7 @@ def test_large_topk(topk):
 
 
 # (hidden, intermediate); hidden 264 is no multiple of a scale block, and a row of 1280 is pulled in
-# five steps, of which three are under way at a time
+# five steps
 PADDED = [(288, 136), (352, 200), (320, 128), (512, 320), (1280, 128)]
 
 

@@ -81,7 +81,7 @@ def uneven(config: MoEConfig, tokens: int, g: torch.Generator) -> torch.Tensor:
 
 TWO_RANKS = {"ranks": 2, "experts": 6, "capacity": 5}
 LONG = {"hidden": 512, "intermediate": 512}
-FAR = {"hidden": 1280}
+STEPS = {"hidden": 1280}
 ONE_RANK = {"experts": 20, "topk": 4, "capacity": 5, "block_m": 128}
 HALVES = {"experts": 1, "topk": 1, "capacity": 129}  # more rows than plan.WIDE_ROWS
 MANY = {"ranks": 2, "experts": 40, "topk": 1, "capacity": 40, "block_m": 128}
@@ -126,8 +126,10 @@ SCENES = {
     ),
     "crowded": Scene(Layer(make_config(("bf16", "none"), **TWO_RANKS)), 2, ((5, 4),), uneven),
     # rows of five steps, rebased and as they are
-    "far": Scene(Layer(make_config(("fp8", "ue8m0_32"), **FAR, **TWO_RANKS)), 2, ((3, 2),)),
-    "far bytes": Scene(Layer(make_config(("fp8", "token"), **FAR, **TWO_RANKS)), 2, ((3, 2),)),
+    "steps": Scene(Layer(make_config(("fp8", "ue8m0_32"), **STEPS, **TWO_RANKS)), 2, ((3, 2),)),
+    "steps of bytes": Scene(
+        Layer(make_config(("fp8", "token"), **STEPS, **TWO_RANKS)), 2, ((3, 2),)
+    ),
     # the first tokens are complete before the last rows are pulled
     "two rings": Scene(Layer(make_config(("fp8", "token"), **MANY)), 1, ((40, 40),)),
     "ring": Scene(Layer(make_config(("fp8", "token"), **ONE_RANK)), 1, ((5,),)),

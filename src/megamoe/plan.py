@@ -275,13 +275,6 @@ class KernelSpec:
         return self.ring_blocks * self.block_m
 
     @property
-    def pulls_far(self) -> bool:
-        """Whether dispatch has three steps of a row on their way, and not one: where it has the
-        registers.
-        """
-        return self.block_m < 128
-
-    @property
     def pull_groups(self) -> int:
         """Scale groups of a row that dispatch moves in a step; a power of two."""
         return min(32, largest_power_of_two_in(self.padded_hidden // 32))

@@ -232,12 +232,6 @@ def pull(ctx, rows, first, blocks, event):
 
 
 @gluon.jit
-def load_step(src, mask, step, WIDTH: gl.constexpr, STEPS: gl.constexpr):
-    """Columns of rows, WIDTH a step; nothing past the last step."""
-    return gl.load(src + step * WIDTH, mask=mask & (step < STEPS), other=0)
-
-
-@gluon.jit
 def pull_bytes(ctx, source, token, pool_row, real):
     """Copy rows as they are, in 4-byte words."""
     spec: gl.constexpr = ctx.spec
@@ -256,21 +250,14 @@ def pull_bytes(ctx, source, token, pool_row, real):
     dst = gl.multiple_of(dst, 16)
     copy = gl.convert_layout(real, line)[:, None]
     w = gl.arange(0, width, layout=gl.SliceLayout(0, layout))[None, :]
-    STEPS: gl.constexpr = words // width
-    src = src[:, None] + w
-    first = load_step(src, copy, 0, width, STEPS)
-    if spec.pulls_far:
-        second = load_step(src, copy, 1, width, STEPS)
-        third = load_step(src, copy, 2, width, STEPS)
-    for i in range(STEPS):
-        data = first
-        if spec.pulls_far:
-            first = second
-            second = third
-            third = load_step(src, copy, i + 3, width, STEPS)
-        else:
-            first = load_step(src, copy, i + 1, width, STEPS)
-        gl.store(dst[:, None] + (i * width + w), data, mask=copy)
+    ahead = gl.load(src[:, None] + w, mask=copy, other=0)
+    for start in range(0, words, width):
+        data = ahead
+        # the last step loads its own columns again
+        ahead = gl.load(
+            src[:, None] + (gl.minimum(start + width, words - width) + w), mask=copy, other=0
+        )
+        gl.store(dst[:, None] + (start + w), data, mask=copy)
 
 
 @gluon.jit
@@ -280,23 +267,19 @@ def pull_scales(ctx, source, token, pool_row, real):
     """
     spec: gl.constexpr = ctx.spec
     pool = ctx.region(spec.offset.pool_x_scale, gl.float32)
+    scales = ctx.peer_region(source, spec.offset.x_scale, gl.float32)
     if spec.x_scales == "token":
-        scales = ctx.peer_region(source, spec.offset.x_scale, gl.float32)
         gl.store(pool + pool_row, gl.load(scales + token, mask=real, other=0.0), mask=real)
     if spec.x_scales == "block128":
         BLOCKS: gl.constexpr = spec.padded_hidden // 128
         LANES: gl.constexpr = spec.code_lanes
         warps: gl.constexpr = gl.num_warps()
         by_block: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
-        line: gl.constexpr = gl.SliceLayout(1, by_block)
         b = gl.arange(0, LANES, layout=gl.SliceLayout(0, by_block))[None, :]
-        row = gl.convert_layout(token, line).to(gl.int64)[:, None]
-        target = gl.convert_layout(pool_row, line)[:, None]
-        copy = gl.convert_layout(real, line)[:, None] & (b < BLOCKS)
-        peer = gl.convert_layout(source, line)
-        scales = ctx.peer_region(peer, spec.offset.x_scale, gl.float32)[:, None]
-        scale = gl.load(scales + row * BLOCKS + b, mask=copy, other=0.0)
-        gl.store(pool + b * spec.ring_rows + target, scale, mask=copy)
+        copy = real[:, None] & (b < BLOCKS)
+        row = scales + token.to(gl.int64) * BLOCKS
+        scale = gl.load(row[:, None] + b, mask=copy, other=0.0)
+        gl.store(pool + b * spec.ring_rows + pool_row[:, None], scale, mask=copy)
 
 
 # Four e4m3 times a power of two, rounded: products in fp16 are exact, or so far below the smallest
@@ -398,31 +381,18 @@ def pull_rebased(ctx, source, token, pool_row, real):
     offset = (g * 8)[:, :, None] + word
     src = gl.multiple_of(src, 16)[:, None][:, :, None] + offset
     dst = gl.multiple_of(dst, 16)[:, None][:, :, None] + offset
-    codes_of_groups = codes[:, None] + g
-    first = load_step(src, mask, 0, width * 8, STEPS)
-    first_code = load_step(codes_of_groups, copy, 0, width, STEPS)
-    if spec.pulls_far:
-        second = load_step(src, mask, 1, width * 8, STEPS)
-        second_code = load_step(codes_of_groups, copy, 1, width, STEPS)
-        third = load_step(src, mask, 2, width * 8, STEPS)
-        third_code = load_step(codes_of_groups, copy, 2, width, STEPS)
+    ahead = gl.load(src, mask=mask, other=0)
+    code_ahead = gl.load(codes[:, None] + g, mask=copy, other=0)
     words_of_codes = gl.convert_layout(codes, by_row).to(gl.pointer_type(gl.int32), bitcast=True)
     top = largest_code(words_of_codes, gl.convert_layout(real, by_row), groups, lanes, by_code)
     top = gl.convert_layout(top, line)
     changed = gl.zeros((N, width, 8), gl.int32, layout)
     for i in range(STEPS):
-        x = first
-        code = first_code.to(gl.int32)
-        if spec.pulls_far:
-            first = second
-            first_code = second_code
-            second = third
-            second_code = third_code
-            third = load_step(src, mask, i + 3, width * 8, STEPS)
-            third_code = load_step(codes_of_groups, copy, i + 3, width, STEPS)
-        else:
-            first = load_step(src, mask, i + 1, width * 8, STEPS)
-            first_code = load_step(codes_of_groups, copy, i + 1, width, STEPS)
+        x = ahead
+        code = code_ahead.to(gl.int32)
+        step = gl.minimum(i + 1, STEPS - 1)  # the last step loads its own columns again
+        ahead = gl.load(src + step * (width * 8), mask=mask, other=0)
+        code_ahead = gl.load(codes[:, None] + (step * width + g), mask=copy, other=0)
         shift = gl.zeros((N, width, 8), gl.int32, layout) + (top[:, None] - code)[:, :, None]
         moved, some = rebase(x, shift)
         gl.store(dst + i * (width * 8), moved, mask=mask)
