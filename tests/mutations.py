@@ -329,17 +329,20 @@ EPILOGUE = [
 
 # --- MXFP4: the expander of wide tiles, the math of narrow ones, and the loader of weights ------
 
-CODES, STAGE = "s % spec.packed_stages", "s % spec.stages"
-CODES_WAIT = f"mbarrier.wait(rings.packed_full.index({CODES}), (s // spec.packed_stages) & 1)"
-FREE_WAIT = f"mbarrier.wait(rings.empty.index({STAGE}), ((s // spec.stages) & 1) ^ 1)"
-FULL = f"mbarrier.arrive(rings.full.index({STAGE}), count=1)"
-FREED = f"mbarrier.arrive(rings.packed_empty.index({CODES}), count=1)"
-EXPAND = f"expand_stage(rings, {CODES}, {STAGE}, spec)"
+CODES_WAIT = "mbarrier.wait(rings.packed_full.index(source), (p // spec.packed_stages) & 1)"
+LAST = "last = GROUPS * p + 1"
+FREE_WAIT = "mbarrier.wait(rings.empty.index(last % spec.stages), ((last // spec.stages) & 1) ^ 1)"
+FULL = "mbarrier.arrive(rings.full.index(first), count=1)"
+FULL_TOO = "mbarrier.arrive(rings.full.index(first + 1), count=1)"
+FREED = "mbarrier.arrive(rings.packed_empty.index(source), count=1)"
+FIRST = "first = GROUPS * p % spec.stages"
+EXPAND, EXPAND_TOO = "expand_group(rings, source, first, 0,", "source, first + 1, 1, spec)"
+NEXT_SOURCE = "gl.where(source == spec.packed_stages - 1, 0, source + 1)"
 STAGES_OF_TILE = "gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)"
 # offsets of mxfp4, scales of fp8_block
 FACTORS_LOAD = "(expert * STEPS + k) * spec.factor_rows"
 FACTORS_ROW = "tma_load(factors, [factor, row],"
-FENCED = "fence_async_shared() cta_barrier() for t in"
+FENCED = "fence_async_shared() cta_barrier() mbarrier.arrive(rings.full.index(first),"
 LOAD_REST = "ctx.w1, ctx.w1_factor, expert, row, rings, step, {}, steps, rows"
 ROW_WORDS = "plain.index((stage * spec.factor_rows + G) * MATH_PARTITIONS + PART)"
 WORDS = "low0 + zero, low1 + zero, high0 + zero, high1 + zero"
@@ -357,8 +360,8 @@ def expander(name: str, old: str, new: str, caught_as: str) -> Mutation:
 
 def too_soon(name: str, arrival: str, caught_as: str) -> Mutation:
     """The arrival made before the stage is expanded."""
-    early = f"{FREE_WAIT}\n            {arrival}\n            expand_stage"
-    edits = ((arrival, "s + 0"), (f"{FREE_WAIT} expand_stage", early))
+    early = f"{FIRST}\n        {arrival}\n        expand_group"
+    edits = ((arrival, "p + 0"), (f"{FIRST} expand_group", early))
     return Mutation(f"expander: {name}", edits, caught_as, WIDE)
 
 
@@ -371,28 +374,41 @@ def either(name: str, old: str, new: str, caught_as: str = "wrong bits") -> list
 
 
 EXPANDERS = [
-    expander("expanded without a fence", FENCED, "cta_barrier()\n        for t in", "ProxyFault"),
-    expander("codes are not waited for", CODES_WAIT, "s + 0", "UnwrittenRead or SharedMemoryRace"),
+    expander("expanded without a fence", FENCED,
+             FENCED.removeprefix("fence_async_shared() ").replace(" m", "\n        m"),
+             "ProxyFault"),
+    expander("codes are not waited for", CODES_WAIT, "p + 0", "UnwrittenRead or SharedMemoryRace"),
     expander("codes read a phase early", CODES_WAIT, CODES_WAIT.replace(") & 1", ") & 1 ^ 1"),
              "UnwrittenRead or SharedMemoryRace"),
-    expander("operands written over", FREE_WAIT, "s + 0", "SharedMemoryRace or BarrierFault"),
+    expander("operands written over", FREE_WAIT, "p + 0", "SharedMemoryRace or BarrierFault"),
+    expander("second stage not waited for", LAST, LAST.replace(" + 1", ""),
+             "SharedMemoryRace or BarrierFault"),
     expander("stage expanded a phase late", FREE_WAIT, FREE_WAIT.replace(" ^ 1", ""), "Deadlock"),
     too_soon("codes given back before they are read", FREED, "SharedMemoryRace"),
     too_soon("stage full before it is expanded", FULL, "SharedMemoryRace or UnwrittenRead"),
-    expander("codes not given back", FREED, "s + 0", "Deadlock"),
-    expander("stage not filled", FULL, "s + 0", "Deadlock"),
-    expander("into the next stage", EXPAND, EXPAND.replace(STAGE, "(s + 1) % spec.stages"),
+    expander("codes not given back", FREED, "p + 0", "Deadlock"),
+    expander("stage not filled", FULL, "p + 0", "Deadlock"),
+    expander("second stage not filled", FULL_TOO, "p + 0", "Deadlock"),
+    expander("into the next stage", EXPAND, EXPAND.replace("first", "first + 1"),
              "SharedMemoryRace or UnwrittenRead"),
-    expander("from the next stage", EXPAND, EXPAND.replace(CODES, "(s + 1) % spec.packed_stages"),
+    expander("second stage into the first", EXPAND_TOO, EXPAND_TOO.replace(" + 1", ""),
              "SharedMemoryRace or UnwrittenRead"),
-    expander("offsets of another stage", "plain.index(source)",
-             "plain.index((source + 1) % STAGES)", "SharedMemoryRace or UnwrittenRead"),
+    expander("first group for both", EXPAND_TOO, EXPAND_TOO.replace("1, spec", "0, spec"),
+             "wrong bits"),
+    expander("from the next stage", EXPAND, EXPAND.replace("source", "1 - source"),
+             "SharedMemoryRace or UnwrittenRead"),
+    expander("always from the first stage", NEXT_SOURCE, "source",
+             "SharedMemoryRace or UnwrittenRead or Deadlock or BarrierFault"),
+    expander("offsets of another stage", "plain.index(source *", "plain.index((1 - source) *",
+             "SharedMemoryRace or UnwrittenRead"),
+    expander("offsets of the first group for both", "plain.index(source * GROUPS + G)",
+             "plain.index(source * GROUPS)", "wrong bits"),
     expander("offsets of the first half for both", ">> (16 * half)", ">> (0 * half)", "wrong bits"),
-    expander("one turn of two", f"rings, step, {STAGES_OF_TILE}",
-             f"rings, step, {STAGES_OF_TILE.replace('l1_steps', 'l1_steps // spec.l1_turns')}",
+    expander("one turn of two", f"steps = {STAGES_OF_TILE}",
+             f"steps = {STAGES_OF_TILE.replace('l1_steps', 'l1_steps // spec.l1_turns')}",
              "Deadlock"),
-    expander("stages of a tile forgotten", "count=1) return step + steps",
-             "count=1)\n    return step",
+    expander("stages of a tile forgotten", "return pair + pairs",
+             "return pair",
              "SharedMemoryRace or BarrierFault or Deadlock or wrong bits"),
     expander("packed_full: two arrivals", "packed_full.index(i), count=1",
              "packed_full.index(i), count=2", "Deadlock"),
@@ -634,7 +650,7 @@ NOT_CAUGHT = [
     ),
     (
         broken("stage full before all warps expanded it", FENCED,
-               "fence_async_shared()\n        for t in", "", WIDE),
+               FENCED.replace(" cta_barrier()", "\n       "), "", WIDE),
         "an arrival at an mbarrier is taken for that of the whole partition",
     ),
     (

@@ -373,22 +373,24 @@ def test_shared_memory_fits(config, policy):
     used = p.stages * (stage + 4 * scales * p.block_m)
     words = 4 * p.block_n * p.block_k // 128 if config.recipe in ("fp8_block", "mxfp4") else 0
     if p.expanders:
-        assert spec.packed_bytes == p.block_n * p.block_k // 2 + words
+        # a stage of codes for two of operands
+        assert p.packed_k == 2 * p.block_k and p.stages % 2 == 0
+        assert spec.packed_bytes == 2 * (p.block_n * p.block_k // 2 + words)
         used += p.packed_stages * spec.packed_bytes
         # a half of an activated tile waits for the other: fp32, 64 columns of each token
         assert spec.sets_aside
         used += 4 * 64 * p.block_m
-        # the expander frees a stage of codes before its operands have been read
-        assert p.packed_stages >= p.stages >= 4
+        # codes land while others are expanded
+        assert p.packed_stages >= 2 and p.stages >= 4
     else:
+        assert p.packed_k == p.block_k
         assert spec.packed_bytes == weights + words and not spec.sets_aside
         used += p.stages * words
         assert p.packed_stages == p.stages >= 4
     assert used <= SHARED_BYTES == 232_448
     for length in (config.padded_hidden, config.padded_intermediate):
         assert length % p.block_k == 0 and length % p.block_n == 0
-        # an expander takes two stages at a time
-        assert p.expanders == 0 or length % (2 * p.block_k) == 0
+        assert length % p.packed_k == 0
     # weights in flight: as many as the memory needs, some, and not more than there is room for
     assert 1 <= p.in_flight <= p.packed_stages
     assert p.in_flight * weights <= 98_304 or p.in_flight == 1

@@ -59,7 +59,7 @@ def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
         config.padded_hidden,
         config.padded_intermediate,
     )
-    w_box = (spec.block_n, spec.block_k // packed)
+    w_box = (spec.block_n, spec.packed_k // packed)
     x_box = (spec.box_m, spec.block_k)
 
     def scales(region: str, rows: int, k: int) -> Tile:

@@ -87,15 +87,16 @@ class TilePolicy:
 
     An L2 tile is ``block_n`` weight rows by ``block_m`` tokens, an L1 tile 256 weight rows, in one
     turn or two; each math partition owns half of it.  ``block_k`` columns of K travel in one
-    stage.  In wide tiles MXFP4 codes land in ``packed_stages`` of their own, from which
-    ``expanders`` (one partition or none) fill the stages.  At most ``in_flight`` stages of weights
-    are asked for before they have landed.
+    stage.  In wide tiles MXFP4 codes land in ``packed_stages`` of their own, each ``packed_k``
+    columns of K, from which ``expanders`` (one partition or none) fill the stages.  At most
+    ``in_flight`` stages of weights are asked for before they have landed.
     """
 
     block_m: int
     block_n: int
     block_k: int
     stages: int
+    packed_k: int
     packed_stages: int
     in_flight: int
     expanders: int
@@ -131,6 +132,7 @@ class KernelSpec:
     block_n: int
     block_k: int
     stages: int
+    packed_k: int
     packed_stages: int
     in_flight: int
     expanders: int
@@ -157,14 +159,14 @@ class KernelSpec:
 
     @property
     def stage_bytes_w(self) -> int:
-        return self.block_n * self.block_k * self.weight_bits // 8
+        return self.block_n * self.packed_k * self.weight_bits // 8
 
     @property
     def factor_rows(self) -> int:
         """Rows of four-byte factors that come with a stage of weights: each is for 128 of K and
         holds a scale (fp8_block) or four exponent offsets (mxfp4) for every weight row.
         """
-        return factor_rows(self.recipe, self.block_k)
+        return factor_rows(self.recipe, self.packed_k)
 
     @property
     def packed_bytes(self) -> int:
@@ -355,9 +357,9 @@ def align_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
-def factor_rows(recipe: str, block_k: int) -> int:
+def factor_rows(recipe: str, packed_k: int) -> int:
     """See :attr:`KernelSpec.factor_rows`."""
-    return block_k // 128 if recipe in ("fp8_block", "mxfp4") else 0
+    return packed_k // 128 if recipe in ("fp8_block", "mxfp4") else 0
 
 
 def max_blocks(config: MoEConfig, block_m: int) -> int:
@@ -392,7 +394,9 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     wide = block_m == 128 and tokens_per_expert > WIDE_ROWS and config.recipe in ("fp8", "bf16")
     block_n = 2 * HALF_N if wide else HALF_N
     scale_rows = 1 if config.recipe == "bf16" else block_k // H_GROUP
-    factors = 4 * factor_rows(config.recipe, block_k) * block_n
+    # an expander works on two stages at a time
+    packed_k = 2 * block_k if expanders else block_k
+    factors = 4 * factor_rows(config.recipe, packed_k) * block_n
     room = SHARED_BYTES - SHARED_SCRATCH[block_m == 128]
     if expanders:
         room -= 4 * block_m * H_GROUP // 2  # half of an activated tile: KernelSpec.sets_aside
@@ -401,7 +405,8 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     if expanders:
         # codes run ahead of the memory's latency; a few expanded stages are enough
         stages = 4
-        packed_stages = (room - stages * stage) // (block_n * block_k // 2 + factors)
+        w_row = packed_k // 2
+        packed_stages = (room - stages * stage) // (block_n * w_row + factors)
     else:
         stages = packed_stages = min(10, room // (stage + factors))
     in_flight = min(packed_stages, IN_FLIGHT_BYTES // (block_n * w_row))
@@ -416,6 +421,7 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
         block_n,
         block_k,
         stages,
+        packed_k,
         packed_stages,
         in_flight,
         expanders,
@@ -580,6 +586,7 @@ class Plan:
             block_n=policy.block_n,
             block_k=policy.block_k,
             stages=policy.stages,
+            packed_k=policy.packed_k,
             packed_stages=policy.packed_stages,
             in_flight=policy.in_flight,
             expanders=policy.expanders,

@@ -113,10 +113,10 @@ class Rings:
     )  # [stages]: both loaders' bytes have landed, or the expander's are stored
     empty: gl.shared_memory_descriptor  # [stages]: every math partition has read them
     # where weights land: a ring of their own if there is an expander to read it, else w itself
-    packed: gl.shared_memory_descriptor  # [packed stages, block_n, bytes of block_k]
+    packed: gl.shared_memory_descriptor  # [packed stages, block_n, bytes of packed_k]
     # what 128 of K of a weight row need beside their values, in the same stage: fp8_block scales,
     # exponent offsets of mxfp4
-    factors: gl.shared_memory_descriptor  # [packed stages, block_k / 128, block_n]
+    factors: gl.shared_memory_descriptor  # [packed stages, packed_k / 128, block_n]
     packed_full: gl.shared_memory_descriptor
     packed_empty: gl.shared_memory_descriptor
     tasks: gl.shared_memory_descriptor  # [slots, words]

@@ -17,7 +17,8 @@ from megamoe.kernel.compat import (
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
 from megamoe.kernel.trace import EXPAND, now, record
 
-ROWS = gl.constexpr(128)  # of a stage at a time: one a thread
+ROWS = gl.constexpr(128)  # of a stage: one a thread
+GROUPS = gl.constexpr(2)  # stages that an expander fills at a time, of 128 of K each
 
 # A code of magnitude v becomes the e4m3 value v * 2^(d - 4), d being the exponent offset of its
 # (row, 32) block: a table of eight bytes a block, in two registers.  $0, $1 table of the low
@@ -77,57 +78,59 @@ def expand_codes(codes, offsets):
 
 
 @gluon.jit
-def expand_stage(rings, source, stage, spec: gl.constexpr):
-    """A landed stage: from codes to operands, a row a thread."""
+def expand_group(rings, source, stage, G: gl.constexpr, spec: gl.constexpr):
+    """128 of K of landed codes, their K group G: from codes to operands, a row a thread."""
     by_row: gl.constexpr = gl.BlockedLayout([1, 64], [32, 1], [gl.num_warps(), 1], [1, 0])
-    codes = rings.packed.index(source).load(by_row).reshape((ROWS, 2, 32))
+    landed = rings.packed.index(source).slice(G * 64, 64, 1)
+    codes = landed.load(by_row).reshape((ROWS, 2, 32))
     layout: gl.constexpr = codes.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     # a plain view
     VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    STAGES: gl.constexpr = spec.packed_stages
-    plain = reinterpret(rings.factors, gl.int32, [STAGES, ROWS], VIEW)
+    LINES: gl.constexpr = spec.packed_stages * GROUPS
+    plain = reinterpret(rings.factors, gl.int32, [LINES, ROWS], VIEW)
     half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
-    offsets = plain.index(source).load(rows)[:, None] >> (16 * half)
+    offsets = plain.index(source * GROUPS + G).load(rows)[:, None] >> (16 * half)
     low, high = expand_codes(codes, offsets[:, :, None])
     values = gl.join(low, high).permute((0, 1, 3, 2)).reshape((ROWS, 128))
     rings.w.index(stage).store(values)
 
 
 @gluon.jit
-def expand_tile(rings, step, steps, spec: gl.constexpr):
-    """A tile of `steps` stages, two at a time, so that the way through the barriers is paid once
-    for both.
+def expand_tile(rings, pair, pairs, spec: gl.constexpr):
+    """A tile of `pairs` pairs of stages, so that the way through the barriers is paid once for
+    both.
     """
-    for k in range(0, steps, 2):
-        for t in gl.static_range(2):
-            s = step + k + t
-            mbarrier.wait(
-                rings.packed_full.index(s % spec.packed_stages), (s // spec.packed_stages) & 1
-            )
-            mbarrier.wait(rings.empty.index(s % spec.stages), ((s // spec.stages) & 1) ^ 1)
-            expand_stage(rings, s % spec.packed_stages, s % spec.stages, spec)
+    source = pair % spec.packed_stages
+    for p in range(pair, pair + pairs):
+        mbarrier.wait(rings.packed_full.index(source), (p // spec.packed_stages) & 1)
+        # stages are given back in order: with the second the first is free too
+        last = GROUPS * p + 1
+        mbarrier.wait(rings.empty.index(last % spec.stages), ((last // spec.stages) & 1) ^ 1)
+        first = GROUPS * p % spec.stages
+        expand_group(rings, source, first, 0, spec)
+        expand_group(rings, source, first + 1, 1, spec)
         fence_async_shared()
         cta_barrier()
-        for t in gl.static_range(2):
-            s = step + k + t
-            mbarrier.arrive(rings.full.index(s % spec.stages), count=1)
-            mbarrier.arrive(rings.packed_empty.index(s % spec.packed_stages), count=1)
-    return step + steps
+        mbarrier.arrive(rings.full.index(first), count=1)
+        mbarrier.arrive(rings.full.index(first + 1), count=1)
+        mbarrier.arrive(rings.packed_empty.index(source), count=1)
+        # carried: computed from p, each of a thread's addresses would become a product of its own
+        source = gl.where(source == spec.packed_stages - 1, 0, source + 1)
+    return pair + pairs
 
 
 @gluon.jit
 def expand_role(ctx, rings):
     """Four warps."""
     spec: gl.constexpr = ctx.spec
-    step = 0
+    pair = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
         begin = now(ctx)
-        step = expand_tile(
-            rings, step, gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps), spec
-        )
+        steps = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
+        pair = expand_tile(rings, pair, steps // GROUPS, spec)
         record(ctx, EXPAND, i, kind, block, tile, begin, begin, now(ctx))
         release_task(rings, i)
         i += 1

@@ -117,7 +117,7 @@ def load_weights_role(ctx, rings):
         begin = now(ctx)
         if kind == LINEAR1:
             rows: gl.constexpr = 2 * spec.padded_intermediate
-            steps: gl.constexpr = spec.padded_hidden // spec.block_k
+            steps: gl.constexpr = spec.padded_hidden // spec.packed_k
             for turn in range(spec.l1_turns):
                 row = tile * L1_ROWS + turn * spec.block_n
                 k = 0
@@ -139,7 +139,7 @@ def load_weights_role(ctx, rings):
                 )
         else:
             rows2: gl.constexpr = spec.padded_hidden
-            steps2: gl.constexpr = spec.padded_intermediate // spec.block_k
+            steps2: gl.constexpr = spec.padded_intermediate // spec.packed_k
             row = tile * spec.block_n
             step = load_weight_tile(
                 ctx.w2, ctx.w2_factor, expert, row, rings, step, 0, steps2, rows2, steps2, spec
