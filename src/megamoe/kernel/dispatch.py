@@ -154,6 +154,22 @@ def find_sources(ctx, expert, index):
 
 
 @gluon.jit
+def combine_while_taken(ctx, done, wanted, claim, event):
+    """Add complete tokens up as long as a ring slot is waited for, which is the time for it: done
+    earlier, rows come late, done later, it is left for the end.
+
+    done, wanted: flags of the blocks that hold the slots.  Returns as
+    :func:`~megamoe.kernel.combine.combine_complete`.
+    """
+    useful = is_long(ctx)
+    while useful & (gl.max((peek_sys(done) < wanted).to(gl.int32), 0) > 0):
+        tried = claim
+        claim, event = combine_complete(ctx, claim, COMMUNICATE, event)
+        useful = claim > tried
+    return claim, event
+
+
+@gluon.jit
 def pull(ctx, rows, first, blocks, event):
     """Fetch this program's share of the rows into the pool; returns the next free event."""
     spec: gl.constexpr = ctx.spec
@@ -189,11 +205,8 @@ def pull(ctx, rows, first, blocks, event):
             before = gl.maximum(block - spec.ring_blocks, 0)
             wanted = gl.where(block >= spec.ring_blocks, spec.l2_tiles, 0)
             if spec.phases == "fused":
-                # while a slot is waited for, and not otherwise, tokens are added up
-                taken = (peek_sys(l2_done + before) < wanted).to(gl.int32)
-                if (gl.max(taken, 0) > 0) & is_long(ctx):
-                    claim, event = combine_complete(ctx, claim, COMMUNICATE, event)
-                    begin = now(ctx)
+                claim, event = combine_while_taken(ctx, l2_done + before, wanted, claim, event)
+                begin = now(ctx)
             wait_gpu(
                 l2_done + before,
                 wanted,

@@ -127,11 +127,13 @@ def expand_role(ctx, rings):
     pair = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
+    begin = now(ctx)
     while kind != DONE:
-        begin = now(ctx)
         steps = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
         pair = expand_tile(rings, pair, steps // GROUPS, spec)
-        record(ctx, EXPAND, i, kind, block, tile, begin, begin, now(ctx))
+        end = now(ctx)
+        record(ctx, EXPAND, i, kind, block, tile, begin, begin, end)
+        begin = end
         release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)
