@@ -59,8 +59,8 @@ TRACE = 512
 TRACED_TOKENS = (64, 2048)
 COMPILE_S = 30.0
 SCRIPT_S = 90
-# ConSan's instrumented kernel takes minutes to compile; it stays in Triton's cache
-CONSAN_S = int(os.environ.get("MEGAMOE_CONSAN_SECONDS", "90"))
+# ConSan's instrumented kernels take one to three minutes to compile; they stay in Triton's cache
+CONSAN_S = int(os.environ.get("MEGAMOE_CONSAN_SECONDS", "300"))
 
 
 def sms():
