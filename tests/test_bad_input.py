@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import Call, Layer, make_call, make_config, same_bits, wire
 
-from megamoe import MegaMoE, MoEConfig
+from megamoe import MegaMoE, MoEConfig, diagnosis
 from megamoe.config import MegaMoEConfigError, MegaMoEInputError, RankInputs
 from megamoe.forward import why_not_gluon
 from megamoe.launch import InterpreterBackend
@@ -163,8 +163,8 @@ def test_missing_rank_is_named_and_nobody_hangs(missing, monkeypatch):
         model(**make_call(LAYER.config, 1, seed=3).arguments)
     for rank in set(range(RANKS)) - {missing}:
         with pytest.raises(MegaMoEError, match=f"rank {rank}, call 1: .*rank {missing} did not"):
-            backend.buffers[rank].check(rank=rank)
-    backend.buffers[missing].check(rank=missing)
+            diagnosis.check(backend.buffers[rank], rank=rank)
+    diagnosis.check(backend.buffers[missing], rank=missing)
 
 
 # --- set-up ------------------------------------------------------------------------------------

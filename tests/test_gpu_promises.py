@@ -29,7 +29,7 @@ import torch
 from gpu_helpers import ON_GPU, compile_ahead, weights_for
 from test_staging import inputs_of, wanted
 
-from megamoe import MegaMoE, MoEConfig
+from megamoe import MegaMoE, MoEConfig, diagnosis
 from megamoe.bench.cases import choose_experts, random_inputs, random_weights
 from megamoe.bench.timing import UNTIMED, Alone, Timer
 from megamoe.checkpoint import CheckpointExperts, ExpertWeights, quantise_experts
@@ -151,7 +151,7 @@ def prepared(plan, weights, inputs):
         return backend.run(FUSED, [policy], [tokens])[0]
 
     call()
-    backend.buffers[0].check(rank=0)
+    diagnosis.check(backend.buffers[0], rank=0)
     return call
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megamoe.config import MoEConfig
 from megamoe.kernel.sync import PHASE_NAMES
 from megamoe.plan import STATUS_REPORTED
-
-if TYPE_CHECKING:
-    from megamoe.symmetric import SymmetricBuffer
+from megamoe.symmetric import MegaMoEError, SymmetricBuffer
 
 COUNTS, PARTIALS, BAD_EXPERT = 1, 5, 6
 
@@ -99,3 +96,13 @@ def explain(mine: Failure | None, others: Sequence[Failure], buffer: SymmetricBu
         rest = [rank for rank in range(config.ranks) if rank not in reported]
         parts.append(f"results of {_names(rest)} cannot be trusted either")
     return "; ".join(parts) + ". The object must be set up again, on all ranks."
+
+
+def check(buffer: SymmetricBuffer, *, rank: int) -> None:
+    """Raise MegaMoEError if the kernel gave up: a wait expired, or an id was out of range.
+
+    buffer: of `rank`, whose calls have ended.
+    """
+    failure = failure_of(buffer.view("status").tolist(), rank=rank, call=buffer.epoch())
+    if failure:
+        raise MegaMoEError(explain(failure, [], buffer))

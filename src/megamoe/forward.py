@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megamoe import formats
+from megamoe import diagnosis, formats
 from megamoe.chain import CHAIN, chain_plan
 from megamoe.config import MoEConfig, RankInputs, validate_inputs
 from megamoe.launch import FUSED, GluonBackend, InterpreterBackend, Launch
@@ -111,7 +111,7 @@ class MegaMoE:
         """
         for backend in (self._fused, self._chain):
             for rank, buffer in enumerate(backend.buffers if backend else ()):
-                buffer.check(rank=rank)
+                diagnosis.check(buffer, rank=rank)
 
     @property
     def plan(self) -> Plan:

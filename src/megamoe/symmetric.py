@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from megamoe import diagnosis, formats
+from megamoe import formats
 from megamoe.config import RankInputs
 from megamoe.plan import CONTROL, Plan, Region
 
@@ -101,10 +101,3 @@ class SymmetricBuffer:
         2^32).
         """
         return int(self.view("control")[CONTROL["inexact"]]) & 0xFFFFFFFF
-
-    def check(self, *, rank: int) -> None:
-        """Raise MegaMoEError if the kernel gave up: a wait expired, or an id was out of range."""
-        words = self.view("status").tolist()
-        failure = diagnosis.failure_of(words, rank=rank, call=self.epoch())
-        if failure:
-            raise MegaMoEError(diagnosis.explain(failure, [], self))

@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from megamoe import diagnosis
 from megamoe.bench.cases import Limits
 from megamoe.chain import chain_plan
 from megamoe.config import MoEConfig, RankInputs
@@ -184,7 +185,7 @@ class LocalEngine:
     def check(self) -> None:
         for backend in (self._fused, self._chain):
             if backend is not None:
-                backend.buffers[0].check(rank=0)
+                diagnosis.check(backend.buffers[0], rank=0)
 
     def close(self) -> None:
         self._fused = self._chain = None

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from megamoe import diagnosis
 from megamoe.config import RankInputs
 from megamoe.launch import FUSED, GluonBackend, InterpreterBackend
 from megamoe.plan import ROLES, TRACE_WORDS
@@ -152,7 +153,7 @@ def record(
             buffer.view("trace").zero_()
         backend.run(FUSED, policies, tokens)
         for rank, buffer in enumerate(backend.buffers):
-            buffer.check(rank=rank)
+            diagnosis.check(buffer, rank=rank)
     return read([b.view("trace") for b in backend.buffers], programs=backend.plan.programs)
 
 
