@@ -25,6 +25,7 @@ HALF_N = PART_ROWS * MATH_PARTITIONS  # weight rows of one accumulator of all pa
 L1_ROWS = 2 * H_GROUP  # weight rows of an L1 tile: gate and up of one scale group of its output
 SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next
 ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
+EXPAND_STAGES = 2  # stages that an expander fills at a time, from one of codes
 PULL_BYTES = 2048  # of each row that dispatch has in flight at once
 # of weights on their way to one SM: more would not come sooner, and all else would wait behind it
 IN_FLIGHT_BYTES = 98_304
@@ -283,7 +284,9 @@ class KernelSpec:
 
     @property
     def code_lanes(self) -> int:
-        """Words of four scale codes of a row, padded to a power of two of at least a warp."""
+        """Blocks of 128 of a row, each a scale or a word of four scale codes, padded to a power of
+        two of at least a warp.
+        """
         return max(32, power_of_two(self.padded_hidden // 128))
 
     @property
@@ -394,22 +397,22 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     wide = block_m == 128 and tokens_per_expert > WIDE_ROWS and config.recipe in ("fp8", "bf16")
     block_n = 2 * HALF_N if wide else HALF_N
     scale_rows = 1 if config.recipe == "bf16" else block_k // H_GROUP
-    # an expander works on two stages at a time
-    packed_k = 2 * block_k if expanders else block_k
+    packed_k = EXPAND_STAGES * block_k if expanders else block_k
     factors = 4 * factor_rows(config.recipe, packed_k) * block_n
     room = SHARED_BYTES - SHARED_SCRATCH[block_m == 128]
     if expanders:
         room -= 4 * block_m * H_GROUP // 2  # half of an activated tile: KernelSpec.sets_aside
-    w_row = block_k // 2 if expands else block_k * x_bytes
-    stage = block_n * w_row + block_m * block_k * x_bytes + 4 * scale_rows * block_m
+    # bytes of a weight row where it lands, and in a stage
+    landed_row = packed_k // 2 if config.recipe == "mxfp4" else packed_k * x_bytes
+    stage_row = block_k if expanders else landed_row
+    stage = block_n * stage_row + block_m * block_k * x_bytes + 4 * scale_rows * block_m
     if expanders:
         # codes run ahead of the memory's latency; a few expanded stages are enough
         stages = 4
-        w_row = packed_k // 2
-        packed_stages = (room - stages * stage) // (block_n * w_row + factors)
+        packed_stages = (room - stages * stage) // (block_n * landed_row + factors)
     else:
         stages = packed_stages = min(10, room // (stage + factors))
-    in_flight = min(packed_stages, IN_FLIGHT_BYTES // (block_n * w_row))
+    in_flight = min(packed_stages, IN_FLIGHT_BYTES // (block_n * landed_row))
     # of a thread in math, communicate, expand, load: over the warpgroups they add up to what the
     # launch has, 4 x 128, with a warpgroup of expanders 5 x 96
     if expanders:

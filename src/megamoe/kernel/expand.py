@@ -6,6 +6,7 @@ warpgroup, the expander, writes what they stand for where the weight loader of t
 would have put it.
 """
 
+from megamoe import plan
 from megamoe.kernel.compat import (
     cta_barrier,
     fence_async_shared,
@@ -18,7 +19,7 @@ from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
 from megamoe.kernel.trace import EXPAND, now, record
 
 ROWS = gl.constexpr(128)  # of a stage: one a thread
-GROUPS = gl.constexpr(2)  # stages that an expander fills at a time, of 128 of K each
+GROUPS = gl.constexpr(plan.EXPAND_STAGES)  # of 128 of K, in a stage of codes
 
 # A code of magnitude v becomes the e4m3 value v * 2^(d - 4), d being the exponent offset of its
 # (row, 32) block: a table of eight bytes a block, in two registers.  $0, $1 table of the low

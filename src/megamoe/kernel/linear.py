@@ -526,7 +526,7 @@ def math_role(ctx, rings, PART: gl.constexpr):
         mbarrier.arrive(rings.tile_done.index(i % TASK_SLOTS), count=1)
         end = now(ctx)
         record_end(ctx, PART, i, middle, end)
-        begin = end  # reading the timer is most of what a timeline costs
+        begin = end  # read once for both
         release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)
