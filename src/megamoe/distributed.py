@@ -293,7 +293,7 @@ class SymmetricMoE:
 
     def take_trace(self) -> torch.Tensor:
         """Wait for the device, and take away what this rank has recorded since the last time: the
-        rows that :func:`megamoe.timeline.events.read` reads, int64 [programs * roles * trace, 4],
+        rows that :func:`megamoe.timeline.events.read` reads, int32 [programs * roles * trace, 4],
         on the CPU.  A call writes over what the call before has recorded.
         """
         if not self.trace:

@@ -64,6 +64,8 @@ ROLES = (
     "expand",
 )
 TRACE_WORDS = 4  # tag, begin, middle, end
+# of a tag: bits for the tile, then for the block, then three for the kind of work
+TRACE_BLOCK_BIT, TRACE_KIND_BIT = 10, 29
 
 
 @dataclass(frozen=True)
@@ -539,7 +541,7 @@ class Plan:
             (
                 "trace",
                 (self.programs * len(ROLES) * self.trace, TRACE_WORDS),
-                "int64",
+                "int32",
                 "every role, if asked",
                 "host",
             ),

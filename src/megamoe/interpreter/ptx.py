@@ -137,6 +137,8 @@ class Lanes:
         task = self.task
         if name == "%globaltimer":
             return task.machine.timer(task)
+        if name == "%globaltimer_lo":
+            return task.machine.timer(task) & M32
         if name in ("%clock64", "%clock"):
             return task.machine.steps
         if name in ("%ctaid.x", "%smid"):

@@ -43,7 +43,7 @@ def clear(pointer, count, layout: gl.constexpr):
 @gluon.jit
 def clear_other_set(ctx, layout: gl.constexpr):
     """Zero the counters that the next call will use, as far as the call before this one used
-    them.
+    them: nobody else touches them before the next launch has published its counts.
     """
     spec: gl.constexpr = ctx.spec
     other = 1 - ctx.counter_set
@@ -421,12 +421,11 @@ def pull_rebased(ctx, source, token, pool_row, real):
 
 @gluon.jit
 def dispatch_role(ctx):
-    """Four warps: clear, route, publish, pull.  Returns the number of events recorded."""
+    """Four warps: route, publish, pull, clear.  Returns the number of events recorded."""
     spec: gl.constexpr = ctx.spec
     scope: gl.constexpr = spec.scope
     begin = now(ctx)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    clear_other_set(ctx, layout)
     route(ctx, layout)
     control = ctx.region(spec.offset.control, gl.int32)
     if arrive_last(control + CONTROL_COUNTED, gl.num_programs(0) - 1, scope):
@@ -439,4 +438,6 @@ def dispatch_role(ctx):
         gl.store(control + CONTROL_USED_BLOCKS + ctx.counter_set, blocks)
     counted = now(ctx)
     record(ctx, COMMUNICATE, 1, WAIT_COUNTS, 0, 0, routed, routed, counted)
-    return pull(ctx, rows, first, blocks, 2)
+    event = pull(ctx, rows, first, blocks, 2)
+    clear_other_set(ctx, layout)  # last, since rows are waited for
+    return event

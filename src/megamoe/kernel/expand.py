@@ -16,7 +16,7 @@ from megamoe.kernel.compat import (
     reinterpret,
 )
 from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
-from megamoe.kernel.trace import EXPAND, now, record
+from megamoe.kernel.trace import EXPAND, now, record_begin, record_end
 
 ROWS = gl.constexpr(128)  # of a stage: one a thread
 GROUPS = gl.constexpr(plan.EXPAND_STAGES)  # of 128 of K, in a stage of codes
@@ -130,11 +130,11 @@ def expand_role(ctx, rings):
     kind, block, tile, expert, valid = take_task(rings, i)
     begin = now(ctx)
     while kind != DONE:
+        record_begin(ctx, EXPAND, i, kind, block, tile, begin)
         steps = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
         pair = expand_tile(rings, pair, steps // GROUPS, spec)
-        end = now(ctx)
-        record(ctx, EXPAND, i, kind, block, tile, begin, begin, end)
-        begin = end
+        begin = now(ctx)  # of the next one, and no middle: nothing is held through the loop
+        record_end(ctx, EXPAND, i, begin, begin)
         release_task(rings, i)
         i += 1
         kind, block, tile, expert, valid = take_task(rings, i)

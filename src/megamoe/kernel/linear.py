@@ -258,7 +258,7 @@ def k_loop_fp8(
 ):
     """Promoted to fp32 every K_GROUP, where the scales of the group are applied if it has any.
 
-    Both groups of a long stage are under way before the first is waited for.  Scales of x and of
+    Of a long stage the second group is under way while the first is promoted.  Scales of x and of
     the weights come with the stage; `UP` as in :func:`weight_scales`.  A stage whose scales were
     loaded is given back a turn later: a load is done when its value has been used, not before, and
     TMA does not queue behind it.
@@ -272,23 +272,20 @@ def k_loop_fp8(
                 give_back(rings, step - 1, spec.stages)
         stage = take_stage(rings, step, spec.stages)
         scale = 0.0
-        later_scale = 0.0
-        first = begin_product(spec, rings, stage, 0, PART, 0, layout)
-        if TWO:
-            second = begin_product(spec, rings, stage, 1, PART, 0, layout)
+        product = begin_product(spec, rings, stage, 0, PART, 0, layout)
         if SCALED:
             scale = group_scales(spec, rings, stage, 0, UP, PART, layout)
-            if TWO:
-                later_scale = group_scales(spec, rings, stage, 1, UP, PART, layout)
         if TWO:
-            first, second = warpgroup_mma_wait(0, deps=[first, second])
-        else:
-            first = warpgroup_mma_wait(0, deps=[first])
+            later = begin_product(spec, rings, stage, 1, PART, 0, layout)
+            product = warpgroup_mma_wait(1, deps=[product])
+            acc = promote(acc, product, scale, SCALED)
+            if SCALED:
+                scale = group_scales(spec, rings, stage, 1, UP, PART, layout)
+            product = later
+        product = warpgroup_mma_wait(0, deps=[product])
         if not SCALED:
             give_back(rings, step, spec.stages)
-        acc = promote(acc, first, scale, SCALED)
-        if TWO:
-            acc = promote(acc, second, later_scale, SCALED)
+        acc = promote(acc, product, scale, SCALED)
         step += 1
     if SCALED:
         give_back(rings, step - 1, spec.stages)
@@ -509,8 +506,8 @@ def math_role(ctx, rings, PART: gl.constexpr):
     kind, block, tile, expert, valid = take_task(rings, i)
     begin = now(ctx)
     while kind != DONE:
-        # now, so that no registers hold it through the K loop
-        record_begin(ctx, PART, i, kind, block, tile, begin)
+        if not spec.early:  # wide tiles leave no register for it through the K loop
+            record_begin(ctx, PART, i, kind, block, tile, begin)
         middle = begin
         if spec.tokens_first and (PART * ROWS >= valid):
             stages = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
@@ -525,6 +522,8 @@ def math_role(ctx, rings, PART: gl.constexpr):
         cta_barrier()
         mbarrier.arrive(rings.tile_done.index(i % TASK_SLOTS), count=1)
         end = now(ctx)
+        if spec.early:
+            record_begin(ctx, PART, i, kind, block, tile, begin)
         record_end(ctx, PART, i, middle, end)
         begin = end  # read once for both
         release_task(rings, i)

@@ -1,18 +1,18 @@
 # ruff: noqa: E501 (the protocol is a table)
 """Every wait and signal between SMs and between GPUs.
 
-The protocol.  `set` is the counter set of this call (epoch & 1); each launch clears the other set first.
+The protocol.  `set` is the counter set of this call (epoch & 1); each launch clears the other set.
 
 | flag | writer | reader | order, scope | cleared | why that is safe |
 |---|---|---|---|---|---|
-| control.counted | dispatch of each program, once it has cleared, counted and routed its share | the program that arrives last | acq_rel, sys | by that program | nobody touches it again before the next launch |
+| control.counted | dispatch of each program, once it has counted and routed its share | the program that arrives last | acq_rel, sys | by that program | nobody touches it again before the next launch |
 | counts_ready[src] | last program of rank src, after its counts | schedule and dispatch here | release / acquire, sys | never: holds src's epoch | epochs only grow; a peer is at most one call ahead, and counts exist twice |
 | recv_counts[set][src] | last program of rank src | schedule and dispatch here | by counts_ready | overwritten two calls later | src can start that call only after every rank finished the one before it |
 | routes[src] | dispatch of rank src | dispatch here | by counts_ready | overwritten one call later | src ends a call only when all its rows were pulled and came back |
-| arrived[set][block] | dispatch here, a row at a time; an expert's last row adds its padding | load tokens; load weights, once a call | release / acquire, gpu, proxy fence on both sides | by the next launch, before it publishes counts | the launch that used it has ended |
+| arrived[set][block] | dispatch here, a row at a time; an expert's last row adds its padding | load tokens; load weights, once a call | release / acquire, gpu, proxy fence on both sides | by the next launch | the launch that used it has ended, and the one that will use it has not begun |
 | l1_done[set][block] | signal, after all math partitions have stored an L1 tile | load tokens | release / acquire, gpu, proxy fence on both sides | as arrived | as arrived |
 | l2_done[set][block] | signal, after all math partitions have stored an L2 tile | the one that arrives last; dispatch before it reuses the ring slot | acq_rel, sys | as arrived | as arrived |
-| token_arrivals[set][token] | signal, at the token's owner, for each of its rows whose L2 tiles are all stored | combine | release / acquire, sys | as arrived | a launch ends only when all its tokens have arrived, and a peer writes the other set only after this rank published counts, which follows the clearing |
+| token_arrivals[set][token] | signal, at the token's owner, for each of its rows whose L2 tiles are all stored | combine | release / acquire, sys | as arrived | a launch ends only when all its tokens have arrived, and a peer writes the other set only after this rank's next launch has published counts |
 | claimed[set][program] | communicate and math of this program, a claim of its tokens at a time | the same | relaxed | as arrived | what is claimed is ordered by token_arrivals |
 | status[1] (abort) | a wait that expired | every wait that spins | release / relaxed, gpu | by setting the buffer up again | the buffer is poisoned until then |
 

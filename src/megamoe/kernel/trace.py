@@ -13,6 +13,8 @@ SIGNAL = gl.constexpr(5)
 EXPAND = gl.constexpr(6)
 ROLE_COUNT = gl.constexpr(len(plan.ROLES))
 TRACE_WORDS = gl.constexpr(plan.TRACE_WORDS)
+BLOCK_BIT = gl.constexpr(plan.TRACE_BLOCK_BIT)
+KIND_BIT = gl.constexpr(plan.TRACE_KIND_BIT)
 
 # kinds of work beside the two matrix products, which keep their task kinds 0 and 1
 ROUTE = gl.constexpr(3)
@@ -20,44 +22,62 @@ WAIT_COUNTS = gl.constexpr(4)
 PULL = gl.constexpr(5)
 COMBINE = gl.constexpr(6)
 
-TIMER = gl.constexpr("mov.u64 $0, %globaltimer; // $1")
+TIMER = gl.constexpr("mov.u32 $0, %globaltimer_lo; // $1")
+# $1 where, $2 and $3 what
+TWO_WORDS = gl.constexpr("""
+st.relaxed.gpu.global.b32 [$1], $2;
+st.relaxed.gpu.global.b32 [$1+4], $3;
+mov.b32 $0, 0;
+""")
 
 
 @gluon.jit
 def now(ctx):
-    """Nanoseconds of the GPU's global timer; 0 when no timeline is recorded."""
+    """Nanoseconds of the GPU's global timer, the low 32 bits; 0 when no timeline is recorded."""
     if ctx.spec.trace_events > 0:
         return gl.inline_asm_elementwise(
-            TIMER, "=l,r,~{memory}", [ctx.rank], dtype=gl.int64, is_pure=False, pack=1
+            TIMER, "=r,r,~{memory}", [ctx.rank], dtype=gl.int32, is_pure=False, pack=1
         )
     else:
-        return ctx.rank.to(gl.int64) * 0
+        return ctx.rank * 0
 
 
 @gluon.jit
-def two_words(ctx, ROLE: gl.constexpr, i, first, second, START: gl.constexpr):
-    """Store words START and START + 1 of event i of this program's role."""
+def place_of(ctx, ROLE: gl.constexpr, i):
+    """Pointer to the words of event i of this program's role."""
     events: gl.constexpr = ctx.spec.trace_events
     row = (gl.program_id(0) * ROLE_COUNT + ROLE) * events + gl.minimum(i, events - 1)
-    where = ctx.region(ctx.spec.offset.trace, gl.int64) + row.to(gl.int64) * TRACE_WORDS + START
-    one: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    word = gl.arange(0, 2, layout=one)  # of one thread: a wide store
-    gl.store(where + word, gl.where(word == 0, first, second))
+    return ctx.region(ctx.spec.offset.trace, gl.int32) + row.to(gl.int64) * TRACE_WORDS
+
+
+@gluon.jit
+def store_two(where, first, second):
+    """By every thread, a word at a time: to choose a thread and to join the words takes longer, and
+    a role that records is not at work.
+    """
+    gl.inline_asm_elementwise(
+        TWO_WORDS,
+        "=r,l,r,r,~{memory}",
+        [where, first, second],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def record_begin(ctx, ROLE: gl.constexpr, i, kind, block, tile, begin):
     """Event i of this program's role: what it is, and when it began."""
     if ctx.spec.trace_events > 0:
-        tag = (begin * 0 + kind) * (1 << 48) + (begin * 0 + block) * (1 << 16) + tile
-        two_words(ctx, ROLE, i, tag, begin, 0)
+        tag = (begin * 0 + kind) << KIND_BIT | block << BLOCK_BIT | tile
+        store_two(place_of(ctx, ROLE, i), tag, begin)
 
 
 @gluon.jit
 def record_end(ctx, ROLE: gl.constexpr, i, middle, end):
     """When it changed from waiting to working, and when it ended."""
     if ctx.spec.trace_events > 0:
-        two_words(ctx, ROLE, i, middle, end, 2)
+        store_two(place_of(ctx, ROLE, i) + 2, middle, end)
 
 
 @gluon.jit

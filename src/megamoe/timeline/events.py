@@ -20,7 +20,7 @@ import torch
 from megamoe import diagnosis
 from megamoe.config import RankInputs
 from megamoe.launch import FUSED, GluonBackend, InterpreterBackend
-from megamoe.plan import ROLES, TRACE_WORDS
+from megamoe.plan import ROLES, TRACE_BLOCK_BIT, TRACE_KIND_BIT, TRACE_WORDS
 
 MATH = tuple(role for role, name in enumerate(ROLES) if name.startswith("math "))
 COMMUNICATE, LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL = map(
@@ -89,30 +89,49 @@ class TimelineError(ValueError):
     """A recording that cannot be used."""
 
 
+def _near(low: int, time: int) -> int:
+    """The time nearest to `time` whose low 32 bits are `low`."""
+    half = 1 << 31
+    return time + (low - time + half) % (2 * half) - half
+
+
+def _parts(tag: int) -> tuple[int, int, int]:
+    """Kind, block and tile."""
+    block = (tag >> TRACE_BLOCK_BIT) & ((1 << (TRACE_KIND_BIT - TRACE_BLOCK_BIT)) - 1)
+    return tag >> TRACE_KIND_BIT, block, tag & ((1 << TRACE_BLOCK_BIT) - 1)
+
+
 def read(traces: Sequence[torch.Tensor], *, programs: int) -> Timeline:
     """The timeline of one call from the region `trace` of each rank, in order of rank.
 
-    traces: int64 [programs * roles * events, 4] each, zero where nothing was recorded.  The ranks'
-    timers agree if the ranks are simulated or share a GPU; otherwise see :func:`align`.
+    traces: int32 [programs * roles * events, 4] each, zero where nothing was recorded: words
+    without a sign, of which times are the low half of the timer's, so that a call may last two
+    seconds.  The ranks' timers agree if the ranks are simulated or share a GPU; otherwise see
+    :func:`align`.
     """
     events, full = [], []
+    start: int | None = None  # a time of the rank's
     for rank, trace in enumerate(traces):
         rows = trace.shape[0] if trace.dim() == 2 else 0
-        if trace.dtype != torch.int64 or rows == 0 or rows % (programs * len(ROLES)):
+        if trace.dtype != torch.int32 or rows == 0 or rows % (programs * len(ROLES)):
             raise TimelineError(
-                f"rank {rank}: a trace of {programs} programs is int64 [{programs} * "
+                f"rank {rank}: a trace of {programs} programs is int32 [{programs} * "
                 f"{len(ROLES)} * events, {TRACE_WORDS}], got {trace.dtype} {list(trace.shape)}"
             )
-        words = trace.cpu().view(programs, len(ROLES), -1, TRACE_WORDS)
-        used = words[..., 3] > 0
+        words = trace.cpu().view(programs, len(ROLES), -1, TRACE_WORDS).long() & 0xFFFFFFFF
+        used = words.any(-1)
+        if not used.any():
+            continue
+        first = int(words[used][0, 1])
+        start = first if start is None else _near(first, start)
         for program, role in used[:, :, -1].nonzero().tolist():
             full.append((rank, program, role))
         for (program, role, _), row in zip(
             used.nonzero().tolist(), words[used].tolist(), strict=True
         ):
-            tag, begin, middle, end = row
-            kind, block, tile = tag >> 48, tag >> 16 & 0xFFFFFFFF, tag & 0xFFFF
-            events.append(Event(rank, program, role, kind, block, tile, begin, middle, end))
+            tag, *low = row
+            begin, middle, end = (_near(time, start) for time in low)
+            events.append(Event(rank, program, role, *_parts(tag), begin, middle, end))
     if not events:
         raise TimelineError("nothing was recorded: was the plan made with trace events?")
     events.sort(key=lambda event: event.begin)
@@ -209,7 +228,7 @@ def _activities(event: Event, ready: dict[tuple[int, ...], int]) -> list[tuple[s
             PULL: [("wait for slot", begin, middle), ("pull", middle, end)],
         }[event.kind]
     # a helper of the math, such as "expand 0": it waits for what it works on
-    return [("wait for input", begin, middle), (family(event.role), middle, end)]
+    return [(family(event.role), begin, end)]
 
 
 def family(role: int) -> str:
