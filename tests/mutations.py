@@ -195,19 +195,13 @@ LATE_RELEASE = """if SCALED:
             if k > 0:
                 give_back(rings, step - 1, spec.stages)
         stage = take_stage(rings, step, spec.stages)
-        scale = 0.0
-        later_scale = 0.0"""
+        scale = 0.0"""
 LAST_RELEASE = "if SCALED: give_back(rings, step - 1, spec.stages) return acc, acc, step"
-BOTH = "first, second = warpgroup_mma_wait(0, deps=[first, second])"
-PRODUCTS = f"""if TWO:
-            {BOTH}
-        else:
-            first = warpgroup_mma_wait(0, deps=[first])"""
-LATER = "later_scale = group_scales(spec, rings, stage, 1, UP, PART, layout)"
-SCALES_READ = f"""if SCALED:
+PRODUCTS = "product = warpgroup_mma_wait(0, deps=[product])"
+LATER = "scale = group_scales(spec, rings, stage, 1, UP, PART, layout)"
+SCALES_READ = """if SCALED:
             scale = group_scales(spec, rings, stage, 0, UP, PART, layout)
-            if TWO:
-                {LATER}"""
+        if TWO:"""
 # of the loop with one accumulator, which then gives its stages back elsewhere
 NO_LATE_RELEASE = (
     (LATE_RELEASE, LATE_RELEASE[LATE_RELEASE.index("stage ="):]),
@@ -218,7 +212,9 @@ ORIGINS = """origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + sl
             mask=real, other=0, cache_modifier=".cg")"""
 SOURCES = "source, entry, real = origin_of(spec, origin, real)"
 HALF_WAIT = "product = warpgroup_mma_wait(0, deps=[product])"
-FIRST_HALF, LAST_HALF = "acc = promote(acc, product,", "more = promote(more, product,"
+FIRST_HALF = "acc = promote(acc, product, scale, SCALED)"
+LAST_HALF = "more = promote(more, product,"
+SECOND_HALF = "product = begin_product(spec, rings, stage, 0, PART, 1, layout)"
 BF16_STEP = "warpgroup_mma_wait({}, deps=[acc{}]) else:"
 GIVEN_BACK = "if k > 0: give_back(rings, step - 1, spec.stages) step += 1"
 NARROW, WIDE = "mxfp4", "mxfp4 wide"  # expanded by the math; by an expander
@@ -234,15 +230,17 @@ RINGS = [
          (SCALES_READ, f"if SCALED:\n            {NOW}\n        {SCALES_READ}")),
         "SharedMemoryRace", "fp8 long",
     ),
-    broken("only the first of two products is waited for", BOTH, BOTH.replace("0", "1"),
-           "AsyncFault or SharedMemoryRace"),
-    broken("second product is the first", "second = begin_product(spec, rings, stage, 1,",
-           "second = begin_product(spec, rings, stage, 0,", "wrong bits"),
+    broken("only the first of two products is waited for", f"{PRODUCTS} {RELEASE}",
+           f"{PRODUCTS.replace('0', '1')}\n        {RELEASE}", "AsyncFault or SharedMemoryRace"),
+    broken("neither of two products is waited for before the first is promoted",
+           PRODUCTS.replace("0", "1"), PRODUCTS.replace("0", "2"), "AsyncFault"),
+    broken("second product is the first", "later = begin_product(spec, rings, stage, 1,",
+           "later = begin_product(spec, rings, stage, 0,", "wrong bits"),
     broken("second product takes the scales of the first", LATER, LATER.replace("1", "0"),
            "wrong bits", "fp8 long"),
     Mutation(
         "halves: stage released after the first's product",
-        ((FIRST_HALF, f"{NOW}\n        {FIRST_HALF}"),
+        ((f"{FIRST_HALF} {SECOND_HALF}", f"{NOW}\n        {FIRST_HALF}\n        {SECOND_HALF}"),
          (f"{HALF_WAIT} {NOW} {LAST_HALF}", f"{HALF_WAIT}\n        {LAST_HALF}")),
         "SharedMemoryRace", FP8_HALVES,
     ),
@@ -696,11 +694,6 @@ NOT_CAUGHT = [
         broken("counts read before all lanes acquired",
                "cta_barrier() return gl.min(((seen", "return gl.min(((seen", ""),
         "a partition is one task: what one of its threads has acquired, all have",
-    ),
-    (
-        broken("no fence by the math after L1's output is stored",
-               f"# L2's loaders read this through TMA {FENCE}", "", ""),
-        "the fence of the signal warp, which has seen these stores, covers them",
     ),
     (
         weaker("arrivals at gpu scope", LAST, "scope=SCOPE", 'scope="gpu"', ""),

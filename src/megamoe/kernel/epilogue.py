@@ -7,7 +7,6 @@ from megamoe.kernel.activation import power_of_two_scale, swiglu
 from megamoe.kernel.compat import cta_barrier, gl, gluon, mbarrier
 from megamoe.kernel.context import MATH_PARTITIONS
 from megamoe.kernel.signal import origin_of
-from megamoe.kernel.sync import every_thread, fence_async_proxy
 
 ROWS = gl.constexpr(plan.PART_ROWS)
 HALF_N = gl.constexpr(plan.HALF_N)
@@ -72,7 +71,8 @@ def activate(spec: gl.constexpr, acc, weight):
 @gluon.jit
 def store_activated(ctx, rings, low, high, count, block, tile, valid, PART: gl.constexpr):
     """Quantise and store what a partition has of an L1 tile's 128 columns, as :func:`activate` gave
-    it for the first 64 and for the others.
+    it for the first 64 and for the others.  L2's loaders read it through TMA: the signal warp has
+    the fence, which here would be waited for before the next tile.
 
     `count` numbers the L1 tiles of this CTA.
     """
@@ -87,8 +87,6 @@ def store_activated(ctx, rings, low, high, count, block, tile, valid, PART: gl.c
         high = (high * inverse).to(gl.float8e4nv)
     store_part(ctx, low, block, tile * H_GROUP, valid, PART)
     store_part(ctx, high, block, tile * H_GROUP + H_GROUP // 2, valid, PART)
-    # L2's loaders read this through TMA
-    fence_async_proxy(every_thread())
 
 
 @gluon.jit
