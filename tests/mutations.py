@@ -197,7 +197,7 @@ LATE_RELEASE = """if SCALED:
         stage = take_stage(rings, step, spec.stages)
         scale = 0.0"""
 LAST_RELEASE = "if SCALED: give_back(rings, step - 1, spec.stages) return acc, acc, step"
-PRODUCTS = "product = warpgroup_mma_wait(0, deps=[product])"
+PRODUCT = "product = warpgroup_mma_wait(0, deps=[product])"
 LATER = "scale = group_scales(spec, rings, stage, 1, UP, PART, layout)"
 SCALES_READ = """if SCALED:
             scale = group_scales(spec, rings, stage, 0, UP, PART, layout)
@@ -211,7 +211,6 @@ NOW = "give_back(rings, step, spec.stages)"
 ORIGINS = """origin = gl.load(ctx.region(spec.offset.pool_origin, gl.int64) + slot + row,
             mask=real, other=0, cache_modifier=".cg")"""
 SOURCES = "source, entry, real = origin_of(spec, origin, real)"
-HALF_WAIT = "product = warpgroup_mma_wait(0, deps=[product])"
 FIRST_HALF = "acc = promote(acc, product, scale, SCALED)"
 LAST_HALF = "more = promote(more, product,"
 SECOND_HALF = "product = begin_product(spec, rings, stage, 0, PART, 1, layout)"
@@ -221,8 +220,8 @@ NARROW, WIDE = "mxfp4", "mxfp4 wide"  # expanded by the math; by an expander
 FP8_HALVES, BF16_HALVES = "fp8 halves", "bf16 halves"
 
 RINGS = [
-    *(broken(f"stage released before WGMMA has read it, {s}", f"{PRODUCTS} {RELEASE}",
-             f"{RELEASE}\n        {PRODUCTS}", "SharedMemoryRace", s)
+    *(broken(f"stage released before WGMMA has read it, {s}", f"{PRODUCT} {RELEASE}",
+             f"{RELEASE}\n        {PRODUCT}", "SharedMemoryRace", s)
       for s in ("fp8 long", NARROW, WIDE)),
     Mutation(
         "stage released before its scales are read",
@@ -230,10 +229,10 @@ RINGS = [
          (SCALES_READ, f"if SCALED:\n            {NOW}\n        {SCALES_READ}")),
         "SharedMemoryRace", "fp8 long",
     ),
-    broken("only the first of two products is waited for", f"{PRODUCTS} {RELEASE}",
-           f"{PRODUCTS.replace('0', '1')}\n        {RELEASE}", "AsyncFault or SharedMemoryRace"),
+    broken("only the first of two products is waited for", f"{PRODUCT} {RELEASE}",
+           f"{PRODUCT.replace('0', '1')}\n        {RELEASE}", "AsyncFault or SharedMemoryRace"),
     broken("neither of two products is waited for before the first is promoted",
-           PRODUCTS.replace("0", "1"), PRODUCTS.replace("0", "2"), "AsyncFault"),
+           PRODUCT.replace("0", "1"), PRODUCT.replace("0", "2"), "AsyncFault"),
     broken("second product is the first", "later = begin_product(spec, rings, stage, 1,",
            "later = begin_product(spec, rings, stage, 0,", "wrong bits"),
     broken("second product takes the scales of the first", LATER, LATER.replace("1", "0"),
@@ -241,14 +240,14 @@ RINGS = [
     Mutation(
         "halves: stage released after the first's product",
         ((f"{FIRST_HALF} {SECOND_HALF}", f"{NOW}\n        {FIRST_HALF}\n        {SECOND_HALF}"),
-         (f"{HALF_WAIT} {NOW} {LAST_HALF}", f"{HALF_WAIT}\n        {LAST_HALF}")),
+         (f"{PRODUCT} {NOW} {LAST_HALF}", f"{PRODUCT}\n        {LAST_HALF}")),
         "SharedMemoryRace", FP8_HALVES,
     ),
     broken("halves: stage released before the second's product has read it",
-           f"{HALF_WAIT} {NOW} {LAST_HALF}",
-           f"{NOW}\n        {HALF_WAIT}\n        {LAST_HALF}", "SharedMemoryRace", FP8_HALVES),
-    broken("halves: second product is not waited for", f"{HALF_WAIT} {NOW}",
-           f"{HALF_WAIT.replace('0', '1')}\n        {NOW}", "AsyncFault or SharedMemoryRace",
+           f"{PRODUCT} {NOW} {LAST_HALF}",
+           f"{NOW}\n        {PRODUCT}\n        {LAST_HALF}", "SharedMemoryRace", FP8_HALVES),
+    broken("halves: second product is not waited for", f"{PRODUCT} {NOW}",
+           f"{PRODUCT.replace('0', '1')}\n        {NOW}", "AsyncFault or SharedMemoryRace",
            FP8_HALVES),
     broken("halves: second product takes the first's rows", "stage, 0, PART, 1, layout)",
            "stage, 0, PART, 0, layout)", "wrong bits", FP8_HALVES),
@@ -623,7 +622,7 @@ NOT_CAUGHT = [
         Mutation(
             "stage released while loads of its scales are under way",
             (*NO_LATE_RELEASE,
-             (f"{PRODUCTS} {RELEASE}", f"{PRODUCTS}\n        {NOW}")),
+             (f"{PRODUCT} {RELEASE}", f"{PRODUCT}\n        {NOW}")),
             "", "fp8 long",
         ),
         "a load is done at once; megamoe.sass looks for this in the machine code",
