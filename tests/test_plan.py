@@ -19,7 +19,7 @@ from helpers import make_config
 from schedule_walk import KINDS, WALKS, blocks_of, order, right_shares, walk
 
 from megamoe import MoEConfig
-from megamoe.config import RECIPES, X_SCALES, model_shape
+from megamoe.config import RECIPES, X_SCALES, MegaMoEConfigError, model_shape
 from megamoe.interpreter.dtypes import int32
 from megamoe.interpreter.rebind import rebind
 from megamoe.interpreter.values import Scalar
@@ -407,3 +407,14 @@ def test_dispatch_moves_a_row_in_whole_steps(hidden):
         assert 8 <= spec.pull_groups <= 32
         # a lane for each word of four codes
         assert spec.code_lanes >= groups // 4 and spec.code_lanes & (spec.code_lanes - 1) == 0
+
+
+def test_a_timeline_numbers_all_that_a_call_can_fetch():
+    """An event has 19 bits for the number of a group of four rows."""
+    shape = {"ranks": 2, "topk": 8, "experts": 16}
+    most = make_config(capacity=(4 << 19) // 16, **shape)
+    assert Plan(most, trace=1).region["trace"].nbytes > 0
+    more = make_config(capacity=most.capacity + 1, **shape)
+    assert Plan(more).trace == 0
+    with pytest.raises(MegaMoEConfigError, match="can number 524288 groups of rows.*524292.*small"):
+        Plan(more, trace=1)

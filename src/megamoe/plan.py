@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megamoe.config import H_GROUP, MoEConfig
+from megamoe.config import H_GROUP, MegaMoEConfigError, MoEConfig
 
 K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
 BLOCK_MS = (16, 32, 64, 128)
@@ -26,6 +26,7 @@ L1_ROWS = 2 * H_GROUP  # weight rows of an L1 tile: gate and up of one scale gro
 SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next
 ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
 EXPAND_STAGES = 2  # stages that an expander fills at a time, from one of codes
+PULL_ROWS = 4  # that dispatch fetches at a time
 PULL_BYTES = 2048  # of each row that dispatch has in flight at once
 # of weights on their way to one SM: more would not come sooner, and all else would wait behind it
 IN_FLIGHT_BYTES = 98_304
@@ -375,6 +376,11 @@ def max_blocks(config: MoEConfig, block_m: int) -> int:
     return min(rows, rows // block_m + config.experts_per_rank)
 
 
+def max_pulls(config: MoEConfig) -> int:
+    """Groups of rows that dispatch of one rank can fetch, whatever the routing."""
+    return ceil_div(config.ranks * config.capacity * config.topk, PULL_ROWS)
+
+
 def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
     """Tiles for the live rows of an average expert: decode keeps token columns few, prefill makes
     them wide.
@@ -431,7 +437,7 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
         in_flight,
         expanders,
         *registers,
-        pull_rows=4,
+        pull_rows=PULL_ROWS,
     )
 
 
@@ -449,13 +455,22 @@ class Plan:
 
     ``chain=True`` plans for the unfused chain: the pool holds every block at once and the raw L1
     accumulators too. ``trace`` is the number of events a role of a program can record in the
-    timeline, 0 for no timeline.
+    timeline, 0 for no timeline; MegaMoEConfigError if a call could fetch more than its events can
+    number.
     """
 
     config: MoEConfig
     programs: int = SMS_H200
     chain: bool = False
     trace: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trace and max_pulls(self.config) > 1 << (TRACE_KIND_BIT - TRACE_BLOCK_BIT):
+            raise MegaMoEConfigError(
+                f"a timeline can number {1 << (TRACE_KIND_BIT - TRACE_BLOCK_BIT)} groups of rows, "
+                f"with {self.config.ranks} ranks of {self.config.capacity} tokens one may fetch "
+                f"{max_pulls(self.config)}: record a call with a smaller capacity"
+            )
 
     def ring_blocks(self, block_m: int) -> int:
         """Blocks alive at once: those L2 trails by, the one in L1, and as many pulled ahead of
