@@ -227,7 +227,7 @@ def _activities(event: Event, ready: dict[tuple[int, ...], int]) -> list[tuple[s
             WAIT_COUNTS: [("wait for counts", begin, end)],
             PULL: [("wait for slot", begin, middle), ("pull", middle, end)],
         }[event.kind]
-    # a helper of the math, such as "expand 0": it waits for what it works on
+    # a helper of the math, such as the expander
     return [(family(event.role), begin, end)]
 
 
