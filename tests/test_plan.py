@@ -11,6 +11,8 @@ plus what one unit of dispatch asks for at once.
 
 import itertools
 from collections import Counter
+from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 from helpers import make_config
 from schedule_walk import KINDS, WALKS, blocks_of, order, right_shares, walk
 
+import megamoe.plan
 from megamoe import MoEConfig
 from megamoe.config import RECIPES, X_SCALES, MegaMoEConfigError, model_shape
 from megamoe.interpreter.dtypes import int32
@@ -418,3 +421,14 @@ def test_a_timeline_numbers_all_that_a_call_can_fetch():
     assert Plan(more).trace == 0
     with pytest.raises(MegaMoEConfigError, match="can number 524288 groups of rows.*524292.*small"):
         Plan(more, trace=1)
+
+
+def test_compiled_kernels_are_named_by_the_rules_of_the_plan():
+    """Triton keys a compilation by the spec's text and the kernel's source, of which the properties
+    of a spec are no part: another version of them must not find the old one's kernels.
+    """
+    digest = sha256(Path(megamoe.plan.__file__).read_bytes()).hexdigest()
+    config = make_config()
+    spec = Plan(config).spec(tile_policy(config, 16))
+    assert digest.startswith(spec.rules) and len(spec.rules) >= 12
+    assert spec.rules in repr(spec)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from math import prod
+from pathlib import Path
 
 from megamoe.config import H_GROUP, MegaMoEConfigError, MoEConfig
 
+# Properties of a KernelSpec follow from this text, but Triton names a compiled kernel by the fields
+RULES = sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 K_GROUP = 128  # K columns between two promotions of the FP8 accumulator to fp32
 BLOCK_MS = (16, 32, 64, 128)
 # (most rows an average expert has, block_m): the smallest tile that holds them; what others would
@@ -27,7 +31,7 @@ SETS = 2  # counters exist twice: one set in use by this call, one being cleared
 ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
 EXPAND_STAGES = 2  # stages that an expander fills at a time, from one of codes
 PULL_ROWS = 4  # that dispatch fetches at a time
-PULL_BYTES = 2048  # of each row that dispatch has in flight at once
+PULL_BYTES = 1024  # of each row that dispatch moves in a step, with up to three more on their way
 # of weights on their way to one SM: more would not come sooner, and all else would wait behind it
 IN_FLIGHT_BYTES = 98_304
 SMS_H200 = 132
@@ -152,6 +156,7 @@ class KernelSpec:
     phases: str  # "fused", or one launch of the chain: "dispatch", "linear1", "linear2", "combine"
     # byte offsets of the regions
     offset: Offsets
+    rules: str = RULES
 
     @property
     def weight_bits(self) -> int:
@@ -215,6 +220,16 @@ class KernelSpec:
     def l1_steps(self) -> int:
         """Stages of an L1 tile."""
         return self.l1_turns * self.padded_hidden // self.block_k
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether a launch begins with a rehearsal: see :mod:`megamoe.kernel.schedule`."""
+        return self.phases == "fused"
+
+    @property
+    def rehearsal_steps(self) -> int:
+        """Stages of a rehearsal, for each time that K is walked for an L1 tile: one of codes."""
+        return self.packed_k // self.block_k
 
     @property
     def l2_steps(self) -> int:
@@ -283,7 +298,12 @@ class KernelSpec:
     @property
     def pull_groups(self) -> int:
         """Scale groups of a row that dispatch moves in a step; a power of two."""
-        return min(32, largest_power_of_two_in(self.padded_hidden // 32))
+        return min(PULL_BYTES // 32, largest_power_of_two_in(self.padded_hidden // 32))
+
+    @property
+    def pull_ahead(self) -> int:
+        """Steps of a row that are on their way while one is rebased: what registers hold."""
+        return 1 if self.block_m == 128 else 3
 
     @property
     def code_lanes(self) -> int:
