@@ -263,14 +263,17 @@ def pull_bytes(ctx, source, token, pool_row, real):
     dst = gl.multiple_of(dst, 16)
     copy = gl.convert_layout(real, line)[:, None]
     w = gl.arange(0, width, layout=gl.SliceLayout(0, layout))[None, :]
-    ahead = gl.load(src[:, None] + w, mask=copy, other=0)
-    for start in range(0, words, width):
-        data = ahead
-        # the last step loads its own columns again
-        ahead = gl.load(
-            src[:, None] + (gl.minimum(start + width, words - width) + w), mask=copy, other=0
-        )
-        gl.store(dst[:, None] + (start + w), data, mask=copy)
+    STEPS: gl.constexpr = words // width
+    src = src[:, None] + w
+    first = gl.load(src, mask=copy, other=0)
+    second = gl.load(src + width, mask=copy & (STEPS > 1), other=0)
+    third = gl.load(src + 2 * width, mask=copy & (STEPS > 2), other=0)
+    for i in range(STEPS):
+        data = first
+        first = second
+        second = third
+        third = gl.load(src + (i + 3) * width, mask=copy & (i + 3 < STEPS), other=0)
+        gl.store(dst[:, None] + (i * width + w), data, mask=copy)
 
 
 @gluon.jit
@@ -363,6 +366,12 @@ def largest_code(codes, copy, GROUPS: gl.constexpr, LANES: gl.constexpr, layout:
 
 
 @gluon.jit
+def sum_of_fours(words, N: gl.constexpr, GROUPS: gl.constexpr):
+    """int32 [N, GROUPS, 8] -> [N, GROUPS, 2], each thread from what it has."""
+    return gl.sum(words.reshape((N, GROUPS, 2, 4)), 3)
+
+
+@gluon.jit
 def pull_rebased(ctx, source, token, pool_row, real):
     """Copy e4m3 rows with UE8M0 scales per 32, rebased to one power-of-two scale a token.
 
@@ -375,6 +384,7 @@ def pull_rebased(ctx, source, token, pool_row, real):
     groups: gl.constexpr = spec.padded_hidden // 32
     width: gl.constexpr = spec.pull_groups
     STEPS: gl.constexpr = groups // width
+    AHEAD: gl.constexpr = spec.pull_ahead  # steps on their way
     lanes: gl.constexpr = spec.code_lanes
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [warps, 1, 1], [2, 1, 0])
     tile: gl.constexpr = gl.SliceLayout(2, layout)  # rows x groups
@@ -394,22 +404,38 @@ def pull_rebased(ctx, source, token, pool_row, real):
     offset = (g * 8)[:, :, None] + word
     src = gl.multiple_of(src, 16)[:, None][:, :, None] + offset
     dst = gl.multiple_of(dst, 16)[:, None][:, :, None] + offset
-    ahead = gl.load(src, mask=mask, other=0)
-    code_ahead = gl.load(codes[:, None] + g, mask=copy, other=0)
+    codes_of_step = codes[:, None] + g
+    first = gl.load(src, mask=mask, other=0)
+    code1 = gl.load(codes_of_step, mask=copy, other=0)
+    if AHEAD == 3:
+        second = gl.load(src + width * 8, mask=mask & (STEPS > 1), other=0)
+        third = gl.load(src + 2 * width * 8, mask=mask & (STEPS > 2), other=0)
+        code2 = gl.load(codes_of_step + width, mask=copy & (STEPS > 1), other=0)
+        code3 = gl.load(codes_of_step + 2 * width, mask=copy & (STEPS > 2), other=0)
     words_of_codes = gl.convert_layout(codes, by_row).to(gl.pointer_type(gl.int32), bitcast=True)
     top = largest_code(words_of_codes, gl.convert_layout(real, by_row), groups, lanes, by_code)
     top = gl.convert_layout(top, line)
-    changed = gl.zeros((N, width, 8), gl.int32, layout)
+    changed = sum_of_fours(gl.zeros((N, width, 8), gl.int32, layout), N, width)
     for i in range(STEPS):
-        x = ahead
-        code = code_ahead.to(gl.int32)
-        step = gl.minimum(i + 1, STEPS - 1)  # the last step loads its own columns again
-        ahead = gl.load(src + step * (width * 8), mask=mask, other=0)
-        code_ahead = gl.load(codes[:, None] + (step * width + g), mask=copy, other=0)
+        x = first
+        code = code1.to(gl.int32)
+        more = i + AHEAD < STEPS
+        words = gl.load(src + (i + AHEAD) * (width * 8), mask=mask & more, other=0)
+        some_codes = gl.load(codes_of_step + (i + AHEAD) * width, mask=copy & more, other=0)
+        if AHEAD == 3:
+            first = second
+            second = third
+            third = words
+            code1 = code2
+            code2 = code3
+            code3 = some_codes
+        else:
+            first = words
+            code1 = some_codes
         shift = gl.zeros((N, width, 8), gl.int32, layout) + (top[:, None] - code)[:, :, None]
         moved, some = rebase(x, shift)
         gl.store(dst + i * (width * 8), moved, mask=mask)
-        changed += some
+        changed += sum_of_fours(some, N, width)
     # 2^(code - 127); code 0 is the subnormal 2^-127, code 255 is NaN
     scale = gl.where(top == 0, 1 << 22, gl.where(top == 255, 0x7FC00000, top << 23)).to(
         gl.float32, bitcast=True
