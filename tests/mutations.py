@@ -22,14 +22,14 @@ def broken(name: str, old: str, new: str, caught_as: str, scene: str = "calls") 
 # --- waits that are missing or too short -------------------------------------------------------
 
 # of the tokens' loader, and of the weights' after its first stage
-ROWS_WAIT = "seen = wait_gpu(arrived + block, spec.block_m,"
+ROWS_WANTED = "wanted = gl.where(kind == REHEARSAL, 0, spec.block_m)"
 GATE_WAIT = "spec)\n                wait_gpu(arrived + block, spec.block_m,"
 
 WAITS = [
-    broken("L1 does not wait for rows", ROWS_WAIT, ROWS_WAIT.replace("spec.block_m", "0"),
+    broken("L1 does not wait for rows", ROWS_WANTED, "wanted = 0",
            "UnwrittenRead or DataRace"),
-    broken("L1 waits for a row less", ROWS_WAIT,
-           ROWS_WAIT.replace("spec.block_m", "spec.block_m - 1"),
+    broken("L1 waits for a row less", ROWS_WANTED,
+           ROWS_WANTED.replace("spec.block_m", "spec.block_m - 1"),
            "UnwrittenRead or DataRace", "crowded"),
     broken("weights wait for more rows than a block has", GATE_WAIT,
            GATE_WAIT.replace("spec.block_m", "spec.block_m + 1"), "Deadlock"),
@@ -278,7 +278,7 @@ RINGS = [
 # --- before and after the K loops of a tile -----------------------------------------------------
 
 EARLY = "take_stage(rings, step, spec.stages)"
-X_SCALE, OWNERS = "x_scale, weight = factors_of_tokens", "rows, real = owners_rows"
+X_SCALE, OWNERS = "x_scale, weight = factors_of_tokens", "origin, real = origins"
 TURN_ROW, TURNS = "row = tile * L1_ROWS + turn * spec.block_n", "range(spec.l1_turns)"
 BIGGEST = "gl.maximum(gl.maximum(low, -low), gl.maximum(high, -high))"
 STORE_MAXIMA = "rings.amax.index(first + PART).store(amax)"
@@ -294,8 +294,9 @@ EPILOGUE = [
            "UnwrittenRead or DataRace", "spread"),
     broken("second turn takes the first's weight rows", TURN_ROW, "row = tile * L1_ROWS",
            "wrong bits"),
-    broken("second turn takes the first's weight scales", "linear1(ctx, rings, step, row0 + HALF_N",
-           "linear1(ctx, rings, step, row0", "wrong bits", NARROW),
+    broken("second turn takes the first's weight scales",
+           "linear1(ctx, rings, step, steps, row0 + HALF_N",
+           "linear1(ctx, rings, step, steps, row0", "wrong bits", NARROW),
     broken("weight scales of the first tile", "(2 * spec.padded_intermediate) + row0",
            "(2 * spec.padded_intermediate)", "wrong bits", NARROW),
     broken("weight scales of the first expert", "expert * (2 * spec.padded_intermediate)",
@@ -335,12 +336,13 @@ FREED = "mbarrier.arrive(rings.packed_empty.index(source), count=1)"
 FIRST = "first = GROUPS * p % spec.stages"
 EXPAND, EXPAND_TOO = "expand_group(rings, source, first, 0,", "source, first + 1, 1, spec)"
 NEXT_SOURCE = "gl.where(source == spec.packed_stages - 1, 0, source + 1)"
-STAGES_OF_TILE = "gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)"
+PASS_BY = "step = pass_by(rings, step, stages, spec.stages)"
+EXPANDED_STEPS = "steps = steps_of_task(kind, spec) pair = expand_tile("
 # offsets of mxfp4, scales of fp8_block
 FACTORS_LOAD = "(expert * STEPS + k) * spec.factor_rows"
 FACTORS_ROW = "tma_load(factors, [factor, row],"
 FENCED = "fence_async_shared() cta_barrier() mbarrier.arrive(rings.full.index(first),"
-LOAD_REST = "ctx.w1, ctx.w1_factor, expert, row, rings, step, {}, steps, rows"
+LOAD_REST = "ctx.w1, ctx.w1_factor, expert, row, rings, step, {}, last, rows"
 ROW_WORDS = "plain.index((stage * spec.factor_rows + G) * MATH_PARTITIONS + PART)"
 WORDS = "low0 + zero, low1 + zero, high0 + zero, high1 + zero"
 CODES_OF = "codes.slice(G * K_GROUP // 2, 32, 1)"
@@ -401,9 +403,8 @@ EXPANDERS = [
     expander("offsets of the first group for both", "plain.index(source * GROUPS + G)",
              "plain.index(source * GROUPS)", "wrong bits"),
     expander("offsets of the first half for both", ">> (16 * half)", ">> (0 * half)", "wrong bits"),
-    expander("one turn of two", f"steps = {STAGES_OF_TILE}",
-             f"steps = {STAGES_OF_TILE.replace('l1_steps', 'l1_steps // spec.l1_turns')}",
-             "Deadlock"),
+    expander("one turn of two", EXPANDED_STEPS,
+             EXPANDED_STEPS.replace("spec)", "spec) // spec.l1_turns\n       "), "Deadlock"),
     expander("stages of a tile forgotten", "return pair + pairs",
              "return pair",
              "SharedMemoryRace or BarrierFault or Deadlock or wrong bits"),
@@ -470,8 +471,8 @@ WIDE_TILES = [
     broken("stages passed by forgotten", PASSED,
            "give_back(rings, step, STAGES)\n    return step",
            "Deadlock or BarrierFault or SharedMemoryRace", "fp8 wide"),
-    broken("a partition without tokens passes by one turn of two", f"stages = {STAGES_OF_TILE}",
-           f"stages = {STAGES_OF_TILE.replace('l1_steps', 'l1_steps // spec.l1_turns')}",
+    broken("a partition without tokens passes by one turn of two", PASS_BY,
+           PASS_BY.replace("stages,", "stages // spec.l1_turns,"),
            "Deadlock or BarrierFault or SharedMemoryRace", "fp8 wide"),
     broken("a partition without tokens holds the stage, fp8 halves", PASSED,
            "step += 1\n    return step", "Deadlock", FP8_HALVES),
@@ -599,22 +600,67 @@ COUNTERS = [
 
 # --- rows of several steps ----------------------------------------------------------------------
 
-NEXT_STEP = "step = gl.minimum(i + 1, STEPS - 1)"
-NEXT_BYTES = "gl.minimum(start + width, words - width)"
-NEXT_CODES = "codes[:, None] + (step * width + g)"
+AHEAD_WORDS = "gl.load(src + (i + AHEAD) * (width * 8), mask=mask & more, other=0)"
+AHEAD_CODES = "gl.load(codes_of_step + (i + AHEAD) * width,"
+AHEAD_BYTES = "gl.load(src + (i + 3) * width, mask=copy & (i + 3 < STEPS), other=0)"
 PULLS = [
-    broken("a step of a row skipped", NEXT_STEP, NEXT_STEP.replace("i + 1", "i + 2"), "wrong bits",
-           "steps"),
-    broken("a step of bytes skipped", NEXT_BYTES, NEXT_BYTES.replace("width,", "2 * width,"),
+    *(broken(f"a step of a row skipped, {s}", AHEAD_WORDS,
+             AHEAD_WORDS.replace("AHEAD", "AHEAD + 1"), "wrong bits", s)
+      for s in ("steps", "steps wide")),
+    *(broken(f"codes of the first step for all, {s}", AHEAD_CODES,
+             "gl.load(codes_of_step + 0 * width,", "wrong bits", s)
+      for s in ("steps", "steps wide")),
+    broken("last step of a row not loaded", "more = i + AHEAD < STEPS",
+           "more = i + AHEAD < STEPS - 1", "wrong bits", "steps"),
+    broken("a step's words used twice", "second = third third = words", "third = words",
+           "wrong bits", "steps"),
+    broken("a step's codes used twice", "code2 = code3", "pass", "wrong bits", "steps"),
+    broken("second step of a row not loaded", "mask=mask & (STEPS > 1)", "mask=mask & (STEPS > 9)",
+           "wrong bits", "steps"),
+    broken("a step of bytes skipped", AHEAD_BYTES, AHEAD_BYTES.replace("i + 3) *", "i + 4) *"),
            "wrong bits", "steps of bytes"),
-    broken("codes of the first step for all", NEXT_CODES, NEXT_CODES.replace("step", "0"),
-           "wrong bits", "steps"),
-    broken("last step of a row not loaded", NEXT_STEP, NEXT_STEP.replace("- 1", "- 2"),
-           "wrong bits", "steps"),
+    broken("last step of bytes not loaded", AHEAD_BYTES, AHEAD_BYTES.replace("STEPS", "STEPS - 1"),
+           "wrong bits", "steps of bytes"),
+    broken("a step's bytes used twice", "second = third third = gl.load(src + (i + 3)",
+           "third = gl.load(src + (i + 3)", "wrong bits", "steps of bytes"),
+]  # fmt: skip
+
+# --- the rehearsal ------------------------------------------------------------------------------
+
+REHEARSAL_LAST = "last = gl.where(kind == REHEARSAL, 1, steps)"
+REHEARSAL_STEPS = "gl.where(kind == REHEARSAL, spec.l1_turns * spec.rehearsal_steps, steps)"
+REHEARSAL = [
+    broken("rehearsal with the rows of a block", "gl.where(kind == REHEARSAL, spec.ring_rows, row)",
+           "row", "DataRace or UnwrittenRead or ProxyFault"),
+    broken("rehearsal with rows for one partition",
+           "gl.where(kind == REHEARSAL, spec.block_m, valid)", "valid", "UnwrittenRead",
+           "fp8 wide"),
+    broken("rehearsal loads two stages of weights", REHEARSAL_LAST,
+           REHEARSAL_LAST.replace("1, s", "2, s"), "wrong bits or Deadlock", "mxfp4"),
+    broken("rehearsal takes a stage more than it loads", REHEARSAL_STEPS,
+           REHEARSAL_STEPS.replace("spec.rehearsal_steps", "(spec.rehearsal_steps + 1)"),
+           "Deadlock or BarrierFault", "mxfp4"),
+    broken("rehearsal signalled as an L2 tile", "elif kind == LINEAR2: signal_partials(",
+           "else:\n            signal_partials(",
+           "DataRace or Deadlock or wrong bits or UnwrittenRead"),
+    broken("rehearsal counted as an L1 tile", "if kind == LINEAR1: signal_tile(",
+           "if kind != LINEAR2:\n            signal_tile(",
+           "DataRace or UnwrittenRead or ProxyFault"),
 ]  # fmt: skip
 
 TILES = [*EPILOGUE, *EXPANDERS, *WIDE_TILES, *SCALES]
-MUTATIONS = [*WAITS, *SIGNALS, *MBARRIERS, *RINGS, *TILES, *ORDER, *REBASE, *PULLS, *COUNTERS]
+MUTATIONS = [
+    *WAITS,
+    *SIGNALS,
+    *MBARRIERS,
+    *RINGS,
+    *TILES,
+    *ORDER,
+    *REBASE,
+    *PULLS,
+    *REHEARSAL,
+    *COUNTERS,
+]
 
 # (mutation, why nothing comes to light)
 NOT_CAUGHT = [

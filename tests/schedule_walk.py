@@ -12,7 +12,7 @@ from megamoe.interpreter import language
 from megamoe.interpreter.dtypes import int32
 from megamoe.interpreter.rebind import rebind
 from megamoe.interpreter.values import Scalar, Tensor
-from megamoe.kernel.schedule import DONE, LINEAR1, LINEAR2
+from megamoe.kernel.schedule import DONE, LINEAR1, LINEAR2, REHEARSAL
 
 Tile = tuple[int, int, int]  # layer, block, tile of the block
 Task = tuple[int, int, int, int, int]  # kind, block, tile, local expert, valid rows
@@ -98,7 +98,7 @@ def walk(role: object, case: Walk, phases: str = "fused") -> list[list[Task]]:
     fn = FunctionType(fn.__code__, fn.__globals__ | stand_ins)
     spec = SimpleNamespace(
         block_m=BLOCK_M, expert_lanes=LANES, lag=case.lag, l1_tiles=case.c1, l2_tiles=case.c2,
-        phases=phases,
+        phases=phases, rehearses=phases == "fused",
     )  # fmt: skip
     shares = []
     with pytest.MonkeyPatch.context() as patch:
@@ -110,5 +110,7 @@ def walk(role: object, case: Walk, phases: str = "fused") -> list[list[Task]]:
             fn(SimpleNamespace(spec=spec), None)
             assert [i for i, *_ in tasks] == list(range(len(tasks)))
             assert tasks.pop()[1:] == (DONE.value, 0, 0, 0, 0)
+            if phases == "fused":
+                assert tasks.pop(0)[1:] == (REHEARSAL.value, 0, 0, 0, 0)
             shares.append([task[1:] for task in tasks])
     return shares

@@ -127,6 +127,9 @@ SCENES = {
     "crowded": Scene(Layer(make_config(("bf16", "none"), **TWO_RANKS)), 2, ((5, 4),), uneven),
     # rows of five steps, rebased and as they are
     "steps": Scene(Layer(make_config(("fp8", "ue8m0_32"), **STEPS, **TWO_RANKS)), 2, ((3, 2),)),
+    "steps wide": Scene(
+        Layer(make_config(("fp8", "ue8m0_32"), block_m=128, **STEPS, **TWO_RANKS)), 2, ((3, 2),)
+    ),
     "steps of bytes": Scene(
         Layer(make_config(("fp8", "token"), **STEPS, **TWO_RANKS)), 2, ((3, 2),)
     ),

@@ -36,6 +36,7 @@ from megamoe.timeline.events import (
     LOAD_WEIGHTS,
     MATH,
     PULL,
+    REHEARSAL,
     ROUTE,
     SIGNAL,
     WAIT_COUNTS,
@@ -433,7 +434,8 @@ def test_every_role_and_kind_is_there(simulated):
     math = {(role, kind) for role in range(MATH_PARTITIONS) for kind in (LINEAR1, LINEAR2)}
     helpers = {(r, k) for r in (LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL) for k in (LINEAR1, LINEAR2)}
     communicate = {(COMMUNICATE, kind) for kind in (ROUTE, WAIT_COUNTS, PULL)}
-    assert math | helpers | communicate <= seen
+    rehearsal = {(r, REHEARSAL) for r in (*MATH, LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL)}
+    assert math | helpers | communicate | rehearsal <= seen
     assert any(kind == COMBINE for _, kind in seen)
     assert {event.rank for event in simulated.events} == {0, 1}
     assert simulated.full == ()

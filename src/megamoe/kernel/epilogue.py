@@ -166,10 +166,8 @@ def store_accumulator(ctx, acc, block, row0, valid, PART: gl.constexpr, layout: 
 
 
 @gluon.jit
-def owners_rows(ctx, block, valid, PART: gl.constexpr):
-    """Where partials of the block's tokens go, at the ranks they came from: pointers to the rows,
-    and which are real, in the layout of :func:`push`.
-    """
+def origins(ctx, block, valid, PART: gl.constexpr):
+    """Where the block's rows came from, in the layout of :func:`push`, and which are real."""
     spec: gl.constexpr = ctx.spec
     vector: gl.constexpr = push_layout(spec, gl.num_warps())
     if spec.tokens_first:
@@ -183,7 +181,16 @@ def owners_rows(ctx, block, valid, PART: gl.constexpr):
         other=0,
         cache_modifier=".cg",
     )
-    source, entry, real = origin_of(spec, origin, token < valid)
+    return origin, token < valid
+
+
+@gluon.jit
+def owners_rows(ctx, origin, real):
+    """Where partials of tokens go, at the ranks they came from: pointers to the rows, and which are
+    real.
+    """
+    spec: gl.constexpr = ctx.spec
+    source, entry, real = origin_of(spec, origin, real)
     row = (
         ctx.peer_region(source, spec.offset.partials, gl.bfloat16)
         + entry.to(gl.int64) * spec.padded_hidden

@@ -15,7 +15,7 @@ from megamoe.kernel.compat import (
     mbarrier,
     reinterpret,
 )
-from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
+from megamoe.kernel.schedule import DONE, release_task, steps_of_task, take_task
 from megamoe.kernel.trace import EXPAND, now, record_begin, record_end
 
 ROWS = gl.constexpr(128)  # of a stage: one a thread
@@ -131,7 +131,7 @@ def expand_role(ctx, rings):
     begin = now(ctx)
     while kind != DONE:
         record_begin(ctx, EXPAND, i, kind, block, tile, begin)
-        steps = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
+        steps = steps_of_task(kind, spec)
         pair = expand_tile(rings, pair, steps // GROUPS, spec)
         begin = now(ctx)  # of the next one, and no middle: nothing is held through the loop
         record_end(ctx, EXPAND, i, begin, begin)

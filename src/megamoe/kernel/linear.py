@@ -26,6 +26,7 @@ from megamoe.kernel.epilogue import (
     activate,
     along_tokens,
     along_weights,
+    origins,
     owners_rows,
     push,
     router_weights,
@@ -33,7 +34,7 @@ from megamoe.kernel.epilogue import (
     store_activated,
 )
 from megamoe.kernel.expand import expand_codes
-from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
+from megamoe.kernel.schedule import DONE, LINEAR2, REHEARSAL, release_task, steps_of_task, take_task
 from megamoe.kernel.trace import now, record_begin, record_end
 
 K_GROUP = gl.constexpr(plan.K_GROUP)  # K between two promotions where no scale asks for more
@@ -215,16 +216,14 @@ def promote(acc, product, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def k_loop_bf16(
-    spec: gl.constexpr, rings, step, K: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
-):
+def k_loop_bf16(spec: gl.constexpr, rings, step, steps, PART: gl.constexpr, layout: gl.constexpr):
     """One fp32 accumulator over all of K for each half; the products of a step run while the next
     stage arrives.
     """
     COLUMNS: gl.constexpr = spec.tile_columns
     acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     more = acc
-    for k in range(K // spec.block_k):
+    for k in range(steps):
         stage = take_stage(rings, step, spec.stages)
         a, b = operands(spec, rings, stage, 0, spec.block_k, PART, 0)
         acc = warpgroup_mma(a, b, acc, is_async=True)
@@ -250,7 +249,7 @@ def k_loop_fp8(
     spec: gl.constexpr,
     rings,
     step,
-    K: gl.constexpr,
+    steps,
     SCALED: gl.constexpr,
     UP: gl.constexpr,
     PART: gl.constexpr,
@@ -266,7 +265,7 @@ def k_loop_fp8(
     COLUMNS: gl.constexpr = spec.tile_columns
     TWO: gl.constexpr = spec.block_k // K_GROUP == 2
     acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
-    for k in range(K // spec.block_k):
+    for k in range(steps):
         if SCALED:
             if k > 0:
                 give_back(rings, step - 1, spec.stages)
@@ -297,7 +296,7 @@ def k_loop_halves(
     spec: gl.constexpr,
     rings,
     step,
-    K: gl.constexpr,
+    steps,
     SCALED: gl.constexpr,
     UP: gl.constexpr,
     PART: gl.constexpr,
@@ -309,7 +308,7 @@ def k_loop_halves(
     """
     acc = gl.zeros((ROWS, HALF_N), gl.float32, layout)
     more = gl.zeros((ROWS, HALF_N), gl.float32, layout)
-    for _ in range(K // K_GROUP):
+    for _ in range(steps):
         stage = take_stage(rings, step, spec.stages)
         scale = 0.0
         product = begin_product(spec, rings, stage, 0, PART, 0, layout)
@@ -330,7 +329,7 @@ def k_loop(
     spec: gl.constexpr,
     rings,
     step,
-    K: gl.constexpr,
+    steps,
     SCALED: gl.constexpr,
     UP: gl.constexpr,
     PART: gl.constexpr,
@@ -340,11 +339,11 @@ def k_loop(
     (else the same twice), and the next step.
     """
     if spec.recipe == "bf16":
-        return k_loop_bf16(spec, rings, step, K, PART, layout)
+        return k_loop_bf16(spec, rings, step, steps, PART, layout)
     elif spec.halves == 2:
-        return k_loop_halves(spec, rings, step, K, SCALED, UP, PART, layout)
+        return k_loop_halves(spec, rings, step, steps, SCALED, UP, PART, layout)
     else:
-        return k_loop_fp8(spec, rings, step, K, SCALED, UP, PART, layout)
+        return k_loop_fp8(spec, rings, step, steps, SCALED, UP, PART, layout)
 
 
 @gluon.jit
@@ -358,7 +357,7 @@ def row_scaled_loop(
     spec: gl.constexpr,
     rings,
     step,
-    K: gl.constexpr,
+    steps,
     SCALED: gl.constexpr,
     UP: gl.constexpr,
     scales,
@@ -371,7 +370,7 @@ def row_scaled_loop(
     early = 0.0
     if spec.row_scaled and not spec.tokens_first:
         early = row_scales(spec, scales, PART, layout)
-    acc, more, step = k_loop(spec, rings, step, K, SCALED, UP, PART, layout)
+    acc, more, step = k_loop(spec, rings, step, steps, SCALED, UP, PART, layout)
     if spec.row_scaled:
         if spec.tokens_first:
             acc = acc * row_scales(spec, scales, PART, layout)
@@ -383,14 +382,14 @@ def row_scaled_loop(
 
 
 @gluon.jit
-def linear1(ctx, rings, step, row0, expert, PART: gl.constexpr, layout: gl.constexpr):
+def linear1(ctx, rings, step, steps, row0, expert, PART: gl.constexpr, layout: gl.constexpr):
     """L1 accumulators of one partition for the weight rows from `row0` that one stage has, all
     scales but those of a token's whole row applied: see :func:`k_loop`.
     """
     spec: gl.constexpr = ctx.spec
     SCALED: gl.constexpr = spec.recipe == "fp8_block"
     scales = ctx.w1_scale + expert * (2 * spec.padded_intermediate) + row0
-    return row_scaled_loop(spec, rings, step, spec.padded_hidden, SCALED, 8, scales, PART, layout)
+    return row_scaled_loop(spec, rings, step, steps, SCALED, 8, scales, PART, layout)
 
 
 @gluon.jit
@@ -398,9 +397,7 @@ def linear2(ctx, rings, step, row0, expert, PART: gl.constexpr, layout: gl.const
     """As :func:`linear1`, of L2."""
     spec: gl.constexpr = ctx.spec
     scales = ctx.w2_scale + expert * spec.padded_hidden + row0
-    return row_scaled_loop(
-        spec, rings, step, spec.padded_intermediate, True, 0, scales, PART, layout
-    )
+    return row_scaled_loop(spec, rings, step, spec.l2_steps, True, 0, scales, PART, layout)
 
 
 @gluon.jit
@@ -420,7 +417,17 @@ def factors_of_tokens(ctx, block, valid, PART: gl.constexpr, layout: gl.constexp
 
 @gluon.jit
 def tile_of_l1(
-    ctx, rings, step, block, tile, expert, valid, count, PART: gl.constexpr, layout: gl.constexpr
+    ctx,
+    rings,
+    step,
+    steps,
+    block,
+    tile,
+    expert,
+    valid,
+    count,
+    PART: gl.constexpr,
+    layout: gl.constexpr,
 ):
     """256 weight rows, which are 128 columns of L1's output and one scale of each token: at once
     or, if a stage has 128 of them, one half after the other.
@@ -433,7 +440,7 @@ def tile_of_l1(
         # with its first stage a tile's tokens are there
         take_stage(rings, step, spec.stages)
         x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
-    acc, more, step = linear1(ctx, rings, step, row0, expert, PART, layout)
+    acc, more, step = linear1(ctx, rings, step, steps, row0, expert, PART, layout)
     if not spec.early:
         x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
     if spec.l1_turns == 1:
@@ -446,7 +453,7 @@ def tile_of_l1(
         if spec.sets_aside:
             rings.aside.index(PART).store(low)
     if spec.l1_turns == 2:
-        more, _, step = linear1(ctx, rings, step, row0 + HALF_N, expert, PART, layout)
+        more, _, step = linear1(ctx, rings, step, steps, row0 + HALF_N, expert, PART, layout)
         if not spec.early:
             x_scale, weight = factors_of_tokens(ctx, block, valid, PART, layout)
         middle = now(ctx)
@@ -470,11 +477,13 @@ def tile_of_l2(
     row0 = tile * spec.block_n
     if spec.early:
         take_stage(rings, step, spec.stages)
-        rows, real = owners_rows(ctx, block, valid, PART)
+        origin, real = origins(ctx, block, valid, PART)
     acc, more, step = linear2(ctx, rings, step, row0, expert, PART, layout)
     if not spec.early:
-        rows, real = owners_rows(ctx, block, valid, PART)
+        origin, real = origins(ctx, block, valid, PART)
     middle = now(ctx)
+    # not before: a load that waits for a load would keep the K loop waiting
+    rows, real = owners_rows(ctx, origin, real)
     push(ctx, acc, rows, real, row0, PART)
     if spec.halves == 2:
         push(ctx, more, rows, real, row0 + HALF_N, PART)
@@ -509,16 +518,26 @@ def math_role(ctx, rings, PART: gl.constexpr):
         if not spec.early:  # wide tiles leave no register for it through the K loop
             record_begin(ctx, PART, i, kind, block, tile, begin)
         middle = begin
-        if spec.tokens_first and (PART * ROWS >= valid):
-            stages = gl.where(kind == LINEAR1, spec.l1_steps, spec.l2_steps)
+        stages = steps_of_task(kind, spec)
+        if spec.tokens_first and (PART * ROWS >= valid) & (kind != REHEARSAL):
             step = pass_by(rings, step, stages, spec.stages)
-        elif kind == LINEAR1:
+        elif kind == LINEAR2:
+            step, middle = tile_of_l2(ctx, rings, step, block, tile, expert, valid, PART, layout)
+        else:
             step, middle = tile_of_l1(
-                ctx, rings, step, block, tile, expert, valid, l1_count, PART, layout
+                ctx,
+                rings,
+                step,
+                stages // spec.l1_turns,
+                block,
+                tile,
+                expert,
+                valid,
+                l1_count,
+                PART,
+                layout,
             )
             l1_count += 1
-        else:
-            step, middle = tile_of_l2(ctx, rings, step, block, tile, expert, valid, PART, layout)
         cta_barrier()
         mbarrier.arrive(rings.tile_done.index(i % TASK_SLOTS), count=1)
         end = now(ctx)

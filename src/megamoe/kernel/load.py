@@ -6,7 +6,7 @@ Where there is an expander, weights land in its ring and it fills the stage in t
 
 from megamoe.kernel.compat import gl, gluon, mbarrier, tma_load
 from megamoe.kernel.epilogue import L1_ROWS
-from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
+from megamoe.kernel.schedule import DONE, LINEAR2, REHEARSAL, release_task, steps_of_task, take_task
 from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, fence_async_proxy, wait_gpu
 from megamoe.kernel.trace import LOAD_TOKENS, LOAD_WEIGHTS, now, record
 
@@ -70,7 +70,7 @@ def load_token_tile(
     valid,
     rings,
     step,
-    STEPS: gl.constexpr,
+    steps,
     SCALE_ROWS: gl.constexpr,
     spec: gl.constexpr,
 ):
@@ -80,7 +80,7 @@ def load_token_tile(
     BOX: gl.constexpr = spec.box_m
     scale_bytes: gl.constexpr = SCALE_ROWS * spec.block_m * 4
     half_bytes: gl.constexpr = BOX * spec.block_k * spec.x_bytes
-    for k in range(STEPS):
+    for k in range(steps):
         stage = step % spec.stages
         full = rings.full.index(stage)
         x = rings.x.index(stage)
@@ -110,18 +110,22 @@ def load_weights_role(ctx, rings):
     """
     spec: gl.constexpr = ctx.spec
     arrived = ctx.block_counters(spec.offset.arrived)
+    FIRST: gl.constexpr = 1 if spec.rehearses else 0
     step = 0
     i = 0
     kind, block, tile, expert, valid = take_task(rings, i)
     while kind != DONE:
         begin = now(ctx)
-        if kind == LINEAR1:
+        if kind != LINEAR2:
             rows: gl.constexpr = 2 * spec.padded_intermediate
             steps: gl.constexpr = spec.padded_hidden // spec.packed_k
+            last = gl.where(kind == REHEARSAL, 1, steps)
+            # TMA fills rows past the end of a matrix with zeros
+            expert = gl.where(kind == REHEARSAL, spec.experts_per_rank, expert)
             for turn in range(spec.l1_turns):
                 row = tile * L1_ROWS + turn * spec.block_n
                 k = 0
-                if (i == 0) & (turn == 0):
+                if (i == FIRST) & (turn == 0):
                     k = 1
                     step = load_weight_tile(
                         ctx.w1, ctx.w1_factor, expert, row, rings, step, 0, k, rows, steps, spec
@@ -135,7 +139,7 @@ def load_weights_role(ctx, rings):
                         spec.timeout_ns,
                     )
                 step = load_weight_tile(
-                    ctx.w1, ctx.w1_factor, expert, row, rings, step, k, steps, rows, steps, spec
+                    ctx.w1, ctx.w1_factor, expert, row, rings, step, k, last, rows, steps, spec
                 )
         else:
             rows2: gl.constexpr = spec.padded_hidden
@@ -164,9 +168,14 @@ def load_tokens_role(ctx, rings):
     while kind != DONE:
         begin = now(ctx)
         row = (block % spec.ring_blocks) * spec.block_m
-        if kind == LINEAR1:
+        steps = steps_of_task(kind, spec)
+        if kind != LINEAR2:
+            wanted = gl.where(kind == REHEARSAL, 0, spec.block_m)
+            # zeros, see above, to both math partitions
+            row = gl.where(kind == REHEARSAL, spec.ring_rows, row)
+            valid = gl.where(kind == REHEARSAL, spec.block_m, valid)
             seen = wait_gpu(
-                arrived + block, spec.block_m, ctx.status(), PHASE_ROWS, block, spec.timeout_ns
+                arrived + block, wanted, ctx.status(), PHASE_ROWS, block, spec.timeout_ns
             )
             fence_async_proxy(seen)
             ready = now(ctx)
@@ -178,7 +187,7 @@ def load_tokens_role(ctx, rings):
                     valid,
                     rings,
                     step,
-                    spec.padded_hidden // spec.block_k,
+                    steps // spec.l1_turns,
                     spec.l1_scale_rows,
                     spec,
                 )
@@ -196,7 +205,7 @@ def load_tokens_role(ctx, rings):
                 valid,
                 rings,
                 step,
-                spec.padded_intermediate // spec.block_k,
+                steps,
                 spec.l2_scale_rows,
                 spec,
             )

@@ -4,7 +4,7 @@ math goes on.
 
 from megamoe.kernel.compat import gl, gluon, mbarrier
 from megamoe.kernel.context import TASK_SLOTS
-from megamoe.kernel.schedule import DONE, LINEAR1, release_task, take_task
+from megamoe.kernel.schedule import DONE, LINEAR1, LINEAR2, release_task, take_task
 from megamoe.kernel.sync import arrive_last, signal_peers, signal_tile
 from megamoe.kernel.trace import SIGNAL, now, record
 
@@ -66,7 +66,7 @@ def signal_role(ctx, rings):
         begin = now(ctx)
         if kind == LINEAR1:
             signal_tile(l1_done + block)
-        else:
+        elif kind == LINEAR2:
             signal_partials(ctx, l2_done, block, valid)
         record(ctx, SIGNAL, i, kind, block, tile, begin, begin, now(ctx))
         release_task(rings, i)

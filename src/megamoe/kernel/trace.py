@@ -16,7 +16,7 @@ TRACE_WORDS = gl.constexpr(plan.TRACE_WORDS)
 BLOCK_BIT = gl.constexpr(plan.TRACE_BLOCK_BIT)
 KIND_BIT = gl.constexpr(plan.TRACE_KIND_BIT)
 
-# kinds of work beside the two matrix products, which keep their task kinds 0 and 1
+# kinds of work beside the tasks, which keep theirs: 0, 1 and 7 (schedule.py)
 ROUTE = gl.constexpr(3)
 WAIT_COUNTS = gl.constexpr(4)
 PULL = gl.constexpr(5)

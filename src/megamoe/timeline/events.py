@@ -26,7 +26,7 @@ MATH = tuple(role for role, name in enumerate(ROLES) if name.startswith("math ")
 COMMUNICATE, LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL = map(
     ROLES.index, ("communicate", "load weights", "load tokens", "signal")
 )
-LINEAR1, LINEAR2, _, ROUTE, WAIT_COUNTS, PULL, COMBINE = range(7)
+LINEAR1, LINEAR2, _, ROUTE, WAIT_COUNTS, PULL, COMBINE, REHEARSAL = range(8)
 # activities that move rows between ranks
 COMMUNICATION = ("pull", "push", "combine")
 LINE = 110  # characters of a line of text
@@ -208,6 +208,8 @@ def _tokens_ready(events: Iterable[Event]) -> dict[tuple[int, ...], int]:
 
 def _activities(event: Event, ready: dict[tuple[int, ...], int]) -> list[tuple[str, int, int]]:
     begin, middle, end = event.begin, event.middle, event.end
+    if event.kind == REHEARSAL:
+        return [("rehearsal", begin, end)]
     if event.kind == COMBINE:
         return [("wait for partials", begin, middle), ("combine", middle, end)]
     if event.role in MATH:

@@ -25,6 +25,7 @@ from megamoe.timeline.events import (
 COLOURS = {
     "route": "#7f6a93",
     "pull": "#2a78b5",
+    "rehearsal": "#c9b8a3",
     "load weights": "#8fa3ad",
     "load tokens": "#5bb0a8",
     "expand": "#b5739d",
@@ -36,6 +37,7 @@ COLOURS = {
     "signal": "#444444",
     "wait": "#ececec",
 }
+MATH_WORK = ("rehearsal", "L1", "L2", "activation")
 CURVES = ("L1", "L2", "pull", "push", "combine")
 CURVE_POINTS = 600
 OTHER = "#bbbbbb"  # an activity without a colour of its own
@@ -57,7 +59,7 @@ def plot(timeline: Timeline, figures: Figures, path: Path, *, title: str) -> Non
         ("dispatch", lambda s: s.role == COMMUNICATE and s.activity != "combine"),
         ("load weights", lambda s: s.role == LOAD_WEIGHTS),
         ("load tokens", lambda s: s.role == LOAD_TOKENS),
-        ("math", lambda s: s.role in MATH and s.activity in ("L1", "L2", "activation")),
+        ("math", lambda s: s.role in MATH and s.activity in MATH_WORK),
         ("push", lambda s: s.activity == "push"),
         ("combine", lambda s: s.activity == "combine"),
     ]

@@ -109,7 +109,7 @@ def places_for(plan: Plan, idx: torch.Tensor) -> int:
     counts = torch.bincount(idx[idx >= 0].flatten().long(), minlength=config.experts)
     rows = counts.view(config.ranks, config.experts_per_rank)
     blocks = int(((rows + spec.block_m - 1) // spec.block_m).sum(dim=1).max())
-    tasks = ceil_div(blocks * (spec.l1_tiles + spec.l2_tiles), plan.programs)
+    tasks = ceil_div(blocks * (spec.l1_tiles + spec.l2_tiles), plan.programs) + spec.rehearses
     pulls = ceil_div(ceil_div(int(rows.sum(dim=1).max()), spec.pull_rows), plan.programs)
     # a long call: one role may take all claims of its program's tokens
     shares = ceil_div(config.padded_hidden, combine.COLUMNS.value * combine.STEPS.value)
