@@ -73,8 +73,8 @@ def make_rings_short() -> None:
     """
     policy_of = plan.tile_policy
 
-    def short(config: MoEConfig, tokens_per_expert: float) -> plan.TilePolicy:
-        policy = policy_of(config, tokens_per_expert)
+    def short(config: MoEConfig, tokens_per_expert: float, *, chain: bool) -> plan.TilePolicy:
+        policy = policy_of(config, tokens_per_expert, chain=chain)
         return replace(policy, stages=FEW_STAGES, packed_stages=FEW_STAGES, in_flight=FEW_STAGES)
 
     plan.tile_policy = short

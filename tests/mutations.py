@@ -649,6 +649,58 @@ REHEARSAL = [
            "DataRace or UnwrittenRead or ProxyFault"),
 ]  # fmt: skip
 
+# --- MXFP4 in long calls: unpacked by dispatch ---------------------------------------------------
+
+UNPACKED = "unpacked"
+SHARES = "unpacked_of(ctx, expert), gl.num_programs(0)"
+W2_WAIT = "if spec.unpacks: wait_unpacked(ctx, expert) step = load_weight_tile("
+RACE = "DataRace or UnwrittenRead or ProxyFault"
+
+
+def unpack(name: str, old: str, new: str, caught_as: str) -> Mutation:
+    return broken(f"unpack: {name}", old, new, caught_as, UNPACKED)
+
+
+UNPACKS = [
+    unpack("not waited for", SHARES, SHARES.replace("gl.num_programs(0)", "0"), RACE),
+    unpack("a program not waited for", SHARES, f"{SHARES} - 1", RACE),
+    unpack("L2's matrix not waited for", W2_WAIT, "step = load_weight_tile(", RACE),
+    unpack("no fence before it is loaded",
+           "PHASE_UNPACKED, expert, spec.timeout_ns) fence_async_proxy(seen)",
+           "PHASE_UNPACKED, expert, spec.timeout_ns)", "ProxyFault"),
+    unpack("not announced", "signal_tile(unpacked_of(ctx, expert))", "pass", "Deadlock"),
+    unpack("the first expert twice", "blocks, gl.to_tensor(1), event",
+           "blocks, gl.to_tensor(0), event", RACE),
+    unpack("experts without rows of this program's",
+           "unpack_until(ctx, unpacked, spec.experts_per_rank,", "unpack_until(ctx, unpacked, 0,",
+           "Deadlock"),
+    unpack("an expert too late", "gl.sum(gl.where(e == expert, rows, 0), 0) > 0",
+           "gl.sum(gl.where(e == expert, rows, 0), 0) > 1", "Deadlock"),
+    unpack("L1's codes of the first expert", "ctx.w1_codes + e *", "ctx.w1_codes + 0 * e *",
+           "wrong bits"),
+    unpack("L1's offsets of the first expert", "ctx.w1_offset + e *", "ctx.w1_offset + 0 * e *",
+           "wrong bits"),
+    unpack("L2's codes of the first expert", "ctx.w2_codes + e *", "ctx.w2_codes + 0 * e *",
+           "wrong bits"),
+    unpack("L2's offsets of the first expert", "ctx.w2_offset + e *", "ctx.w2_offset + 0 * e *",
+           "wrong bits"),
+    unpack("L2's matrices over L1's", "e * SIZE2 + spec.experts_per_rank * SIZE1", "e * SIZE2",
+           RACE),
+    unpack("offsets of the first half for both", "16 * (block % 2)", "0 * (block % 2)",
+           "wrong bits"),
+    unpack("offsets of the first blocks", "(block // 2 * HEIGHT + row)", "(block * 0 + row)",
+           "wrong bits"),
+    unpack("high values over the low", "target + (place + 32)", "target + place",
+           "UnwrittenRead or wrong bits"),
+    unpack("counters not cleared", "if WORDS > 0:", "if WORDS < 0:", RACE),
+    unpack("counters not cleared by a call that does not unpack", "if WORDS > 0:",
+           "if WORDS > 0 and spec.unpacks:", RACE),
+    unpack("counters cleared short", "other * WORDS, WORDS,", "other * WORDS, WORDS - 1,", RACE),
+    unpack("counters of one set", "ctx.counter_set * (ctx.spec.offset.unpacked_set // 4)",
+           "0 * (ctx.spec.offset.unpacked_set // 4)", f"{RACE} or Deadlock"),
+]  # fmt: skip
+
+
 TILES = [*EPILOGUE, *EXPANDERS, *WIDE_TILES, *SCALES]
 MUTATIONS = [
     *WAITS,
@@ -660,6 +712,7 @@ MUTATIONS = [
     *REBASE,
     *PULLS,
     *REHEARSAL,
+    *UNPACKS,
     *COUNTERS,
 ]
 

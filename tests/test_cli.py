@@ -238,6 +238,17 @@ def test_plan_text_says_sizes_and_tiles(capsys):
         assert (region["name"] in out) or region["nbytes"] == 0
 
 
+@pytest.mark.parametrize("capacity,mib", [(4096, None), (8192, "768.0")])
+def test_plan_says_what_unpacked_weights_take(capsys, capacity, mib):
+    """A byte a weight of 32 experts, where a call can be long enough."""
+    arguments = ("plan", "DeepSeek-V4-Flash", "--ranks", 8, "--recipe", "mxfp4")
+    _, out, _ = run(capsys, *arguments, "--capacity", capacity)
+    assert ("unpacked" in out) == (mib is not None)
+    assert mib is None or f"unpacked      {mib} MiB per rank (805306368 bytes) beside it" in out
+    _, out, _ = run(capsys, *arguments, "--capacity", capacity, "--json")
+    assert json.loads(out)["unpacked_nbytes"] == (32 * 3 * 4096 * 2048 if mib else 0)
+
+
 def test_plan_past_two_gibibytes_and_72_ranks(capsys):
     shape = "1000000,7168,3072,432,8"
     status, out, _ = run(capsys, "plan", "--shape", shape, "--ranks", 72, "--json")

@@ -91,14 +91,22 @@ def world(monkeypatch):
         return SharedMemory(
             memory=memory,
             distances=(0,) * party.ranks,
-            status_of=lambda rank: SymmetricBuffer(plan=plan, memory=buffers[rank]).view("status"),
+            status_of=lambda rank: SymmetricBuffer(
+                plan=plan, memory=buffers[rank], unpacked=buffers[rank][:0]
+            ).view("status"),
             handle=(None, 0),
         )
 
     def allocate_alone(plan, device):
         return SharedMemory(memory=torch.ones(plan.nbytes, dtype=torch.uint8), distances=(0,))
 
-    for function in (find_party, allocate_local, allocate_alone, join_memory):
+    def allocate_unpacked(plan, device):
+        problem = getattr(local, "out_of_memory_beside", None)
+        if problem:
+            raise RuntimeError(problem)
+        return torch.empty(plan.unpacked_bytes, dtype=torch.uint8)
+
+    for function in (find_party, allocate_local, allocate_alone, allocate_unpacked, join_memory):
         monkeypatch.setattr(distributed, function.__name__, function)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(SymmetricMoE, "_make_watch", lambda self: None)
@@ -255,11 +263,14 @@ def test_a_wrong_number_of_ranks_is_refused_on_every_rank(world):
     assert all("has 4 ranks, the process group 2" in message for message in found)
 
 
-def test_no_memory_on_one_rank_is_refused_on_every_rank(world):
+@pytest.mark.parametrize("which", ["out_of_memory", "out_of_memory_beside"])
+def test_no_memory_on_one_rank_is_refused_on_every_rank(world, which):
+    """For the buffer, or for the weights that are unpacked beside it."""
+
     def work(rank):
         moe = world(rank, make_config(ranks=2), FakeProbe(gpus(2)[rank]), ranks=2)
         if rank == 1:
-            world.local.out_of_memory = "CUDA out of memory"
+            setattr(world.local, which, "CUDA out of memory")
         moe.setup()
 
     found = in_threads(2, work)
@@ -507,7 +518,7 @@ def failed(phase, index, **changes):
 @pytest.mark.parametrize(
     "ready,missing", [((7, 7, 6, 7), [2]), ((7, 3, 6, 7), [1, 2]), ((7, 8, 7, 6), [3])]
 )
-@pytest.mark.parametrize("phase", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("phase", [1, 2, 3, 4, 5, 7])
 def test_ranks_whose_counts_have_not_come_are_missing(phase, ready, missing):
     buffer = failing_buffer(ready=ready)
     found = failed(phase, missing[0])
@@ -557,7 +568,7 @@ def test_a_report_counts_once_it_is_complete():
 
 @pytest.mark.parametrize("options", [
     {}, {"ranks": 4}, {"capacity": 1}, {"capacity": 5000}, {"topk": 7, "ranks": 8, "capacity": 90},
-    {"block_m": 64},
+    {"block_m": 64}, {"form": ("mxfp4", "token"), "capacity": 3500},
 ])  # fmt: skip
 def test_warm_up_finds_every_policy(options):
     plan = Plan(make_config(**options), programs=4)

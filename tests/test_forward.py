@@ -36,6 +36,7 @@ from helpers import (
 )
 from safetensors import safe_open
 
+import megamoe.plan
 from megamoe import MegaMoE, MoEConfig
 from megamoe.reference import Bound, compare
 from megamoe.symmetric import SCRATCH
@@ -285,6 +286,31 @@ def test_block_m_programs_and_schedule_change_no_bit(form):
     first = run(None, 2, 0)
     for block_m, programs, seed in ((16, 1, 1), (32, 3, 2), (64, 2, 3), (128, 5, 4)):
         assert same_bits(first, run(block_m, programs, seed)), (block_m, programs, seed)
+
+
+UNPACKED = [
+    {"experts": 1, "topk": 1, "capacity": 129},
+    {"experts": 2, "topk": 2, "capacity": 140, "ranks": 2, "hidden": 384, "intermediate": 256},
+    {"experts": 4, "topk": 2, "capacity": 150, "ranks": 2},
+    {"experts": 2, "topk": 1, "capacity": 270, "hidden": 288, "intermediate": 96},
+]
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if f[0] == "mxfp4"], ids=name_of)
+@pytest.mark.parametrize("options", UNPACKED, ids=str)
+def test_unpacked_weights(form, options, monkeypatch):
+    """Long calls of MXFP4, whose weights dispatch unpacks, have the bits of the chain, which never
+    does; also after a short call, and where an expert or a whole rank has few rows.
+    """
+    monkeypatch.setattr(megamoe.plan, "UNPACK_ROWS", 128)
+    config = make_config(form, **options)
+    layer = Layer(config)
+    moe = layer.model(programs=3)
+    tokens = [config.capacity, config.capacity - 9][: config.ranks]
+    assert moe.plan.policy(tokens[0]).unpacks and moe.plan.unpacked_bytes
+    for seed, counts in enumerate((tokens, [1] * config.ranks, tokens)):
+        routing = "zipf" if config.experts > 2 else "distinct"
+        check_call(moe, layer, make_call(config, counts, seed=seed, routing=routing))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)

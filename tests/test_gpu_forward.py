@@ -20,7 +20,7 @@ from gpu_helpers import ON_GPU, on_device, precompile, random_call, weights_for
 from helpers import FORMATS, Layer, make_call, same_bits
 
 from megamoe import MegaMoE, MegaMoEError, MoEConfig
-from megamoe.plan import BLOCK_MS
+from megamoe.plan import BLOCK_MS, UNPACK_ROWS
 from megamoe.reference import BOUNDS, compare
 
 pytestmark = ON_GPU
@@ -49,6 +49,11 @@ def repeated_config(form, ranks, block_m=None):
     return config_of(form, block_m, **options)
 
 
+def unpacked_config(x_scales):
+    """Of which a call of all its tokens unpacks."""
+    return config_of(("mxfp4", x_scales), None, experts=4, capacity=UNPACK_ROWS + 200)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     jobs = [(config_of(form, b), False, (1,)) for form, b in CASES]
@@ -56,6 +61,9 @@ def compiled():
     for form, ranks in REPEATED:
         config = repeated_config(form, ranks, 16)
         jobs += [(config, False, (1,)), (config, True, (1,))]
+    for x_scales in ("ue8m0_32", "token"):
+        config = unpacked_config(x_scales)
+        jobs += [(config, chain, (1, config.capacity)) for chain in (False, True)]
     precompile(jobs)
 
 
@@ -106,6 +114,26 @@ def test_near_the_reference(form, chains):
         found = compare(y[0].cpu().double(), expected)
         print(f"{form} {tokens}: {found.relative_l2:.5f}, worst row {found.worst_row_relative:.5f}")
         found.check(SMALL_BOUNDS[form[0]])
+
+
+@pytest.mark.parametrize("x_scales", ["ue8m0_32", "token"])
+def test_unpacked_weights(x_scales):
+    """Long calls of MXFP4, between them a short one: the chain never unpacks."""
+    config = unpacked_config(x_scales)
+    layer = Layer(config)
+    moe = model(config, layer)
+    assert moe.plan.policy(config.capacity).unpacks
+    for seed, tokens in enumerate((config.capacity, 5, config.capacity - 7, 1)):
+        call = make_call(config, tokens, seed=seed, routing="zipf")
+        moe._fused.buffers[0].poison()
+        moe._fused.y[0].fill_(float("nan"))
+        got = [y.clone() for y in moe(**on_device(call))]
+        wanted = moe.chain(**on_device(call))
+        moe.check()
+        assert same_bits(got, wanted), f"{tokens} tokens"
+    x = torch.cat([moe.dequantised_x(a) for a in call.x]).double()
+    expected = layer.expected(x, torch.cat(call.topk_idx), torch.cat(call.topk_weights))
+    compare(got[0].cpu().double(), expected).check(SMALL_BOUNDS["mxfp4"])
 
 
 @pytest.mark.parametrize("form", DEFAULTS)

@@ -7,15 +7,15 @@ NOT_CAUGHT lists mutations that the interpreter cannot see, with the reason.
 
 Why the grid is enough: every wait, every signal (order, scope, fence, barrier), every mbarrier
 (count, bytes, phase) and every counter that is cleared or recorded is broken at least once, alone;
-so is every step of the K loops (one product, two, two halves) and of the expander, which has a ring
-of its own, what a tile reads before its K loop and exchanges after it, and what the order of tiles
-rests on. Each runs in the smallest scene in which it matters: calls that follow each other on two
-ranks (a set of counters comes back in the third), a block whose rows arrive one after another, an
-L2 tile in a program without an L1 tile of its block, a pool with more blocks than its ring, for
-every K loop tiles with more stages than its ring holds. What changes no bit of a call in such a
-scene, who gets which tile and how many values dispatch has rounded, is held against oracles of its
-own (ORACLES). The unmutated copy passes every scene with the same seeds, so a mutation is caught
-for what it breaks.
+so is every step of the K loops (one product, two, two halves), of the expander, which has a ring of
+its own, and of dispatch where it unpacks; what a tile reads before its K loop and exchanges after
+it, and what the order of tiles rests on. Each runs in the smallest scene in which it matters: calls
+that follow each other on two ranks (a set of counters comes back in the third), a block whose rows
+arrive one after another, an L2 tile in a program without an L1 tile of its block, a pool with more
+blocks than its ring, for every K loop tiles with more stages than its ring holds. What changes no
+bit of a call in such a scene, who gets which tile and how many values dispatch has rounded, is held
+against oracles of its own (ORACLES). The unmutated copy passes every scene with the same seeds, so
+a mutation is caught for what it breaks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from schedule_walk import WALKS, right_shares, walk
 
 import megamoe.kernel
 import megamoe.launch
+import megamoe.plan
 from megamoe.config import MoEConfig
 from megamoe.interpreter import KernelError
 from megamoe.symmetric import MegaMoEError
@@ -76,6 +77,13 @@ def uneven(config: MoEConfig, tokens: int, g: torch.Generator) -> torch.Tensor:
     idx = torch.full((tokens, 2), 4)
     if tokens == 5:
         idx[0] = torch.tensor([3, 5])
+    return idx
+
+
+def one_row_less(config: MoEConfig, tokens: int, g: torch.Generator) -> torch.Tensor:
+    """All rows but the last go to the first expert."""
+    idx = torch.zeros(tokens, 1, dtype=torch.int64)
+    idx[-1] = 1
     return idx
 
 
@@ -133,10 +141,23 @@ SCENES = {
     "steps of bytes": Scene(
         Layer(make_config(("fp8", "token"), **STEPS, **TWO_RANKS)), 2, ((3, 2),)
     ),
+    # most programs pull no row of the second expert; a call between two that unpack
+    "unpacked": Scene(
+        Layer(make_config(("mxfp4", "token"), experts=2, topk=1, capacity=260)),
+        3,
+        ((260,), (5,), (257,)),
+        one_row_less,
+    ),
     # the first tokens are complete before the last rows are pulled
     "two rings": Scene(Layer(make_config(("fp8", "token"), **MANY)), 1, ((40, 40),)),
     "ring": Scene(Layer(make_config(("fp8", "token"), **ONE_RANK)), 1, ((5,),)),
 }
+
+
+@pytest.fixture(autouse=True)
+def unpacks_early(monkeypatch):
+    """A call of a few blocks unpacks MXFP4."""
+    monkeypatch.setattr(megamoe.plan, "UNPACK_ROWS", 128)
 
 
 @lru_cache

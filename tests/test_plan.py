@@ -35,6 +35,7 @@ from megamoe.plan import (
     MATH_PARTITIONS,
     SHARED_BYTES,
     TILES,
+    UNPACK_ROWS,
     Plan,
     TilePolicy,
     lag_blocks,
@@ -316,14 +317,38 @@ def test_tile_policy_by_tokens_of_an_expert(recipe):
         policy = tile_policy(config, tokens)
         assert policy.block_m == block_m
         assert policy.family == ("decode" if block_m <= 32 else "prefill")
-        two = recipe in ("fp8", "bf16") and tokens > 128
+        unpacks = recipe == "mxfp4" and tokens > UNPACK_ROWS
+        assert policy.unpacks == unpacks
+        two = tokens > 128 and recipe in ("fp8", "bf16") or unpacks
         assert policy.block_n == (256 if two else 128) and HALF_N == 64 * MATH_PARTITIONS == 128
         long = block_m <= (64 if recipe == "mxfp4" else 32)
         assert policy.block_k == (64 if recipe == "bf16" else 256 if long else 128)
-        assert policy.expanders == (recipe == "mxfp4" and block_m == 128)
+        assert policy.expanders == (recipe == "mxfp4" and block_m == 128 and not unpacks)
+        chain = tile_policy(config, tokens, chain=True)
+        assert not chain.unpacks and (chain == policy or unpacks)
     for block_m in BLOCK_MS:
         fixed = make_config((recipe, X_SCALES[recipe][0]), block_m=block_m)
         assert {tile_policy(fixed, t).block_m for t in (0, 20, 1000)} == {block_m}
+
+
+def test_memory_for_unpacked_weights():
+    """All experts of a rank in a byte a weight, where the longest call unpacks."""
+    shape = {"experts": 6, "ranks": 2, "topk": 1, "hidden": 512, "intermediate": 256}
+    most = UNPACK_ROWS * 3
+    for form, capacity, wanted in (
+        (("mxfp4", "token"), most, 0),
+        (("mxfp4", "token"), most + 1, 3 * 3 * 512 * 256),
+        (("fp8", "token"), most + 1, 0),
+    ):
+        config = make_config(form, capacity=capacity, **shape)
+        plan, chain = Plan(config), Plan(config, chain=True)
+        assert plan.unpacked_bytes == wanted and chain.unpacked_bytes == 0
+        assert plan.region["unpacked"].shape == (2, 3 if wanted else 0)
+        spec = plan.spec(plan.policy(capacity))
+        assert spec.unpacks == (wanted > 0)
+        assert spec.offset.unpacked_set == (12 if wanted else 0)
+        # also in the kernels of shorter calls, which clear what the longer ones count
+        assert plan.spec(plan.policy(1)).offset.unpacked_set == spec.offset.unpacked_set
 
 
 def test_policy_of_a_call_counts_live_tokens():
@@ -363,18 +388,19 @@ def test_registers_fit(config, policy):
 def test_shared_memory_fits(config, policy):
     """Operands of WGMMA in stages, with scales of tokens; fp8_block and MXFP4 have a word for each
     weight row and 128 of K too; MXFP4 lands as half a byte a weight, in wide tiles in stages of its
-    own beside those of what it is expanded to.
+    own beside those of what it is expanded to, unpacked by dispatch as FP8.
     """
     p, spec = policy, Plan(config).spec(policy)
     size = 2 if config.recipe == "bf16" else 1
     weights = p.block_n * p.block_k * size
-    if config.recipe == "mxfp4" and not p.expanders:
+    codes = config.recipe == "mxfp4" and not p.unpacks
+    if codes and not p.expanders:
         weights //= 2
     stage = weights + p.block_m * p.block_k * size
     scales = 1 if config.recipe == "bf16" else p.block_k // 128
     assert spec.stage_scale_rows == scales and spec.stage_bytes_x == p.block_m * p.block_k * size
     used = p.stages * (stage + 4 * scales * p.block_m)
-    words = 4 * p.block_n * p.block_k // 128 if config.recipe in ("fp8_block", "mxfp4") else 0
+    words = 4 * p.block_n * p.block_k // 128 if config.recipe == "fp8_block" or codes else 0
     if p.expanders:
         # a stage of codes for two of operands
         assert p.packed_k == 2 * p.block_k and p.stages % 2 == 0

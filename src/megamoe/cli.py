@@ -242,6 +242,7 @@ def _plan_answer(title: str, plan: Any, tokens: int | None) -> dict[str, Any]:
         "config": asdict(config),
         "programs": plan.programs,
         "nbytes": plan.nbytes,
+        "unpacked_nbytes": plan.unpacked_bytes,
         "weight_nbytes": _weight_bytes(config),
         "regions": [_region(region) for region in plan.regions],
         "tiles": [_tiles(plan, count) for count in live],
@@ -287,6 +288,13 @@ def _tiles(plan: Any, tokens: int) -> dict[str, Any]:
     }
 
 
+def _unpacked_line(nbytes: int) -> list[str]:
+    if not nbytes:
+        return []
+    what = "once for all layers: weights that the longest calls unpack"
+    return [f"unpacked {nbytes / MIB:10.1f} MiB per rank ({nbytes} bytes) beside it, {what}"]
+
+
 def _plan_lines(answer: dict[str, Any]) -> list[str]:
     config = answer["config"]
     per_rank = config["experts"] // config["ranks"]
@@ -310,6 +318,7 @@ def _plan_lines(answer: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"buffer   {answer['nbytes'] / MIB:10.1f} MiB per rank ({answer['nbytes']} bytes)",
+        *_unpacked_line(answer["unpacked_nbytes"]),
         f"weights  {answer['weight_nbytes'] / MIB:10.1f} MiB per rank, scales not counted",
         "",
         "Tiles by live tokens per rank (results do not depend on them)",

@@ -10,12 +10,12 @@ from megamoe.kernel.sync import PHASE_NAMES
 from megamoe.plan import STATUS_REPORTED
 from megamoe.symmetric import MegaMoEError, SymmetricBuffer
 
-COUNTS, PARTIALS, BAD_EXPERT = 1, 5, 6
+COUNTS, PARTIALS, BAD_EXPERT, UNPACKED = 1, 5, 6, 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A report of the kernel. index: rank, block, token or slot, as the phase says."""
+    """A report of the kernel. index: of a rank, block, token, slot or local expert: see phase."""
 
     rank: int
     call: int
@@ -31,7 +31,8 @@ class Failure:
                 f"{where}: slot {self.index} of topk_idx holds expert {self.seen}, allowed are -1 "
                 f"and 0 to {config.experts - 1}"
             )
-        kind = {COUNTS: "rank", PARTIALS: "token"}.get(self.phase, "block")
+        kinds = {COUNTS: "rank", PARTIALS: "token", UNPACKED: "local expert"}
+        kind = kinds.get(self.phase, "block")
         return (
             f"{where}: waited {config.timeout_s:g} s for {PHASE_NAMES[self.phase]} "
             f"(phase {self.phase}, {kind} {self.index}): expected {self.wanted}, saw {self.seen}"

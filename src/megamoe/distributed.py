@@ -29,7 +29,7 @@ from megamoe.ranks.topology import (
     why_not_gpu,
     why_not_together,
 )
-from megamoe.symmetric import MegaMoEError
+from megamoe.symmetric import MegaMoEError, allocate_unpacked
 from megamoe.weights import KernelWeights
 
 if TYPE_CHECKING:
@@ -182,26 +182,26 @@ class SymmetricMoE:
         among them. Processes that share Triton's cache compile one at a time, so each kernel is
         compiled once.
         """
-        lane = self._lane(chain=False)
-        policies = tile_policies(lane.plan, None if tokens is None else [*tokens, 0])
+        self._lane(chain=False)
+        tokens = None if tokens is None else [*tokens, 0]
+        work = [(lane, p) for lane in self._lanes() for p in tile_policies(lane.plan, tokens)]
         given = self._weights(weights)
         with self._collective("warm-up"), torch.cuda.device(self.device):
-            for n, policy in enumerate(policies, start=1):
+            for n, (lane, policy) in enumerate(work, start=1):
                 begin = time.monotonic()
                 with compile_lock(timeout_s=self._setup_timeout_s):
-                    for each in self._lanes():
-                        each.compile(given, policy)
+                    lane.compile(given, policy)
                 seconds = time.monotonic() - begin
                 self._say(
                     "compiled %d of %d: block_m %d, %.1f s",
-                    n, len(policies), policy.block_m, seconds,
+                    n, len(work), policy.block_m, seconds,
                 )  # fmt: skip
             with compile_lock(timeout_s=self._setup_timeout_s):
                 for each in self._lanes():
                     for spec in staging.stage_specs(each.plan):
                         staging.compile_stage(each.buffer, spec)
             self._meeting.barrier("warm-up")
-            self._call_without_tokens(weights, policies)
+            self._call_without_tokens(weights, work)
 
     def close(self) -> None:
         """Wait for this GPU and free the buffers.  Not collective; may be called twice."""
@@ -378,16 +378,17 @@ class SymmetricMoE:
         if watch is not None:
             watch.refresh()
 
-    def _call_without_tokens(self, weights: KernelWeights, policies: Sequence[TilePolicy]) -> None:
+    def _call_without_tokens(
+        self, weights: KernelWeights, work: Sequence[tuple[Lane, TilePolicy]]
+    ) -> None:
         """A kernel's first launch takes about half a millisecond longer than the next ones, and the
         first call of a process as much again.
         """
         config, device = self.config, self._fused.shared.memory.device
         given, y = self._weights(weights), self._fused.spare
-        for lane in self._lanes():
-            for policy in policies:
-                for launch in lane.prepare(given, 0, y, policy):
-                    launch()
+        for lane, policy in work:
+            for launch in lane.prepare(given, 0, y, policy):
+                launch()
         self.forward(
             weights=weights,
             x=torch.empty(0, config.hidden, dtype=torch.bfloat16, device=device),
@@ -485,11 +486,13 @@ class SymmetricMoE:
             raise
 
     def _make_lane(self, plan: Plan, launches: Sequence[Launch]) -> Lane:
-        self._say("allocating %.1f MiB", plan.nbytes / 2**20)
+        needed = plan.nbytes + plan.unpacked_bytes
+        self._say("allocating %.1f MiB", needed / 2**20)
         alone = self._party.ranks == 1
         with torch.cuda.device(self.device):
             shared, problem = None, None
             try:
+                unpacked = allocate_unpacked(plan, self.device)
                 if alone:
                     shared = allocate_alone(plan, self.device)
                 else:
@@ -498,7 +501,7 @@ class SymmetricMoE:
                 problem = str(error)
             problems = self._meeting.gather("allocation", problem)
             for rank, said in enumerate(problems):
-                self._refuse(said and f"rank {rank} cannot allocate {plan.nbytes} bytes: {said}")
+                self._refuse(said and f"rank {rank} cannot allocate {needed} bytes: {said}")
             if not alone:
                 shared = join_memory(memory, plan, self._party, self._setup_timeout_s)
                 inside = self._meeting.gather("place in the allocation", shared.handle[1])
@@ -508,7 +511,9 @@ class SymmetricMoE:
                 )  # fmt: skip
             shared.memory.zero_()
             torch.cuda.synchronize(self.device)
-            return Lane(plan=plan, launches=launches, rank=self.rank, shared=shared)
+            return Lane(
+                plan=plan, launches=launches, rank=self.rank, shared=shared, unpacked=unpacked
+            )
 
     def _make_watch(self) -> StatusWatch:
         return StatusWatch(self._fused.buffer.view("status"))

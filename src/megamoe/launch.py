@@ -42,18 +42,20 @@ OPTIONS = {"num_warps": 4, "launch_cooperative_grid": True, "enable_fp_fusion": 
 class Tile:
     """A TMA descriptor to be made: a row-major matrix and the box of one copy."""
 
-    source: str  # a tensor of the weights or a region of the buffer; "" for an argument not used
+    # a tensor of the weights, a region of the buffer, or "unpacked"; "" for an argument not used
+    source: str
     rows: int
     columns: int
     dtype: str
     box: tuple[int, int]
+    offset: int = 0  # bytes, from the beginning of the source
 
 
 def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
     """The matrices that TMA reads, by kernel argument."""
-    w_dtype = {"bf16": "bfloat16", "mxfp4": "int8"}.get(config.recipe, "float8e4nv")
+    w_dtype = {"bf16": "bfloat16", "mxfp4": "int8"}.get(spec.weights, "float8e4nv")
     x_dtype = "bfloat16" if config.recipe == "bf16" else "float8e4nv"
-    packed = 2 if config.recipe == "mxfp4" else 1
+    packed = 2 if spec.weights == "mxfp4" else 1
     experts, hidden, intermediate = (
         config.experts_per_rank,
         config.padded_hidden,
@@ -77,9 +79,16 @@ def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
         box = (spec.factor_rows, spec.block_n)
         return Tile(f"{matrix}_{kind}", experts * k // 128, rows, dtype, box)
 
+    def matrix(name: str, rows: int, k: int, offset: int) -> Tile:
+        """Weights as the tiles read them."""
+        if spec.unpacks:
+            return Tile("unpacked", experts * rows, k, w_dtype, w_box, offset)
+        return Tile(name, experts * rows, k // packed, w_dtype, w_box)
+
+    w1_bytes = 2 * experts * intermediate * hidden  # unpacked
     return {
-        "w1": Tile("w1", experts * 2 * intermediate, hidden // packed, w_dtype, w_box),
-        "w2": Tile("w2", experts * hidden, intermediate // packed, w_dtype, w_box),
+        "w1": matrix("w1", 2 * intermediate, hidden, 0),
+        "w2": matrix("w2", hidden, intermediate, w1_bytes),
         "pool_x": Tile("pool_x", spec.ring_rows, hidden, x_dtype, x_box),
         "pool_h": Tile("pool_h", spec.ring_rows, intermediate, x_dtype, x_box),
         "pool_x_scale": scales("pool_x_scale", spec.l1_scale_rows, hidden),
@@ -87,6 +96,10 @@ def tiles(config: MoEConfig, spec: KernelSpec) -> dict[str, Tile]:
         "w1_factor": factors("w1", hidden, 2 * intermediate),
         "w2_factor": factors("w2", intermediate, hidden),
     }
+
+
+# arguments beside the descriptors: the weights that dispatch unpacks
+UNPACKED = (("w1", "int8"), ("w2", "int8"), ("w1_offset", "int32"), ("w2_offset", "int32"))
 
 
 def shared_layout(tile: Tile) -> object:
@@ -147,6 +160,11 @@ class InterpreterBackend:
             m.register(r, d, name="peers", readonly=True) for r, d in enumerate(distance)
         ]
         self._weights = [self._register(r, w) for r, w in enumerate(weights)]
+        # where nothing is unpacked, nobody looks at the argument
+        self._unpacked = [
+            m.register(r, b.unpacked, name="unpacked") if plan.unpacked_bytes else self._buffer[r]
+            for r, b in enumerate(self.buffers)
+        ]
 
     def _register(self, rank: int, weights: KernelWeights) -> dict[str, object]:
         """The interpreter knows NumPy's dtypes: pass the bytes, the descriptor names the type."""
@@ -183,18 +201,22 @@ class InterpreterBackend:
         self.y[rank].fill_(float("nan"))
         for region in buffer.poison():
             self.machine.mark_unwritten(self._buffer[rank], region.offset, region.nbytes)
+        if buffer.unpacked.nbytes:
+            self.machine.mark_unwritten(self._unpacked[rank], 0, buffer.unpacked.nbytes)
 
     def _arguments(self, rank: int, spec: KernelSpec, tokens: int) -> list[object]:
         m, buffer, weights = self.machine, self._buffer[rank], self._weights[rank]
 
-        def where(source: str) -> tuple[object, int]:
-            if source in weights:
-                return weights[source], 0
-            return buffer, getattr(spec.offset, source) if source else 0
+        def where(tile: Tile) -> tuple[object, int]:
+            if tile.source == "unpacked":
+                return self._unpacked[rank], tile.offset
+            if tile.source in weights:
+                return weights[tile.source], 0
+            return buffer, getattr(spec.offset, tile.source) if tile.source else 0
 
         descriptors = [
             m.descriptor(
-                *where(t.source), shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box)
+                *where(t), shape=[t.rows, t.columns], dtype=t.dtype, block_shape=list(t.box)
             )
             for t in tiles(self.plan.config, spec).values()
         ]
@@ -211,6 +233,11 @@ class InterpreterBackend:
             tokens,
             m.pointer(self._y[rank], dtype="bfloat16"),
             *descriptors,
+            *(
+                m.pointer(weights[name] if spec.unpacks else buffer, dtype=dtype)
+                for name, dtype in UNPACKED
+            ),
+            m.pointer(self._unpacked[rank], dtype="float8e4nv"),
             *scales,
         ]
 
@@ -305,7 +332,9 @@ def fixed_arguments(
     device = buffer.memory.device
     descriptors = []
     for t in tiles(buffer.plan.config, spec).values():
-        if not t.source:
+        if t.source == "unpacked":
+            matrix = buffer.unpacked[t.offset :].view(torch.float8_e4m3fn)
+        elif not t.source:
             matrix = torch.zeros(t.rows, t.columns, dtype=getattr(torch, t.dtype), device=device)
         else:
             matrix = weights[t.source] if t.source in weights else buffer.view(t.source)
@@ -313,9 +342,17 @@ def fixed_arguments(
             matrix = matrix.view(torch.int8)
         matrix = matrix.flatten()[: t.rows * t.columns].view(t.rows, t.columns)
         descriptors.append(TensorDescriptor.from_tensor(matrix, list(t.box), shared_layout(t)))
+    unpacked = buffer.unpacked if buffer.unpacked.numel() else buffer.memory  # not used then
     unused = torch.zeros(4, dtype=torch.float32, device=device)
     scales = [weights.get(name, unused) for name in ("w1_scale", "w2_scale")]
-    return [buffer.memory.view(torch.int8), peers, *descriptors, *scales]
+    return [
+        buffer.memory.view(torch.int8),
+        peers,
+        *descriptors,
+        *((weights[n] if spec.unpacks else unpacked).view(getattr(torch, d)) for n, d in UNPACKED),
+        unpacked.view(torch.float8_e4m3fn),
+        *scales,
+    ]
 
 
 @lru_cache(maxsize=1)

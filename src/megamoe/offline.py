@@ -56,6 +56,11 @@ SCALARS = {
     "rank": "i32",
     "tokens": "i32",
     "y": "*bf16",
+    "w1_codes": "*i8",
+    "w2_codes": "*i8",
+    "w1_offset": "*i32",
+    "w2_offset": "*i32",
+    "unpacked": "*fp8e4nv",
     "w1_scale": "*fp32",
     "w2_scale": "*fp32",
 }

@@ -23,6 +23,7 @@ BLOCK_MS = (16, 32, 64, 128)
 # take is timed by benchmarks/search_tiles.py
 TILES = ((16, 16), (32, 32), (64, 64), (128, 128), (float("inf"), 128))
 WIDE_ROWS = 128  # with more, wide tiles take 256 weight rows at a time where registers allow it
+UNPACK_ROWS = 768  # with more, MXFP4 codes are unpacked once, in memory, not once for each block
 MATH_PARTITIONS = 2  # warpgroups that share a tile
 PART_ROWS = 64  # M side of a math partition: weight rows or tokens
 HALF_N = PART_ROWS * MATH_PARTITIONS  # weight rows of one accumulator of all partitions
@@ -30,6 +31,7 @@ L1_ROWS = 2 * H_GROUP  # weight rows of an L1 tile: gate and up of one scale gro
 SETS = 2  # counters exist twice: one set in use by this call, one being cleared for the next
 ALIGN = 1024  # bytes; TMA needs 16, a swizzle atom 1024
 EXPAND_STAGES = 2  # stages that an expander fills at a time, from one of codes
+UNPACK_COLUMNS = 1024  # that dispatch unpacks at a time: of a row 512 bytes of codes, one warp
 PULL_ROWS = 4  # that dispatch fetches at a time
 PULL_BYTES = 1024  # of each row that dispatch moves in a step, with up to three more on their way
 # of weights on their way to one SM: more would not come sooner, and all else would wait behind it
@@ -97,7 +99,8 @@ class TilePolicy:
     turn or two; each math partition owns half of it.  ``block_k`` columns of K travel in one
     stage.  In wide tiles MXFP4 codes land in ``packed_stages`` of their own, each ``packed_k``
     columns of K, from which ``expanders`` (one partition or none) fill the stages.  At most
-    ``in_flight`` stages of weights are asked for before they have landed.
+    ``in_flight`` stages of weights are asked for before they have landed.  Where dispatch
+    ``unpacks`` MXFP4 the tiles are those of FP8.
     """
 
     block_m: int
@@ -108,6 +111,7 @@ class TilePolicy:
     packed_stages: int
     in_flight: int
     expanders: int
+    unpacks: bool
     math_registers: int
     dispatch_registers: int
     expand_registers: int
@@ -144,6 +148,7 @@ class KernelSpec:
     packed_stages: int
     in_flight: int
     expanders: int
+    unpacks: bool
     pull_rows: int
     math_registers: int
     dispatch_registers: int
@@ -159,8 +164,13 @@ class KernelSpec:
     rules: str = RULES
 
     @property
+    def weights(self) -> str:
+        """The recipe whose weights the tiles read."""
+        return "fp8" if self.unpacks else self.recipe
+
+    @property
     def weight_bits(self) -> int:
-        return {"bf16": 16, "mxfp4": 4}.get(self.recipe, 8)
+        return {"bf16": 16, "mxfp4": 4}.get(self.weights, 8)
 
     @property
     def x_bytes(self) -> int:
@@ -175,7 +185,7 @@ class KernelSpec:
         """Rows of four-byte factors that come with a stage of weights: each is for 128 of K and
         holds a scale (fp8_block) or four exponent offsets (mxfp4) for every weight row.
         """
-        return factor_rows(self.recipe, self.packed_k)
+        return factor_rows(self.weights, self.packed_k)
 
     @property
     def packed_bytes(self) -> int:
@@ -204,7 +214,7 @@ class KernelSpec:
     @property
     def expands(self) -> bool:
         """Whether math partitions expand MXFP4 codes on their way to WGMMA."""
-        return self.recipe == "mxfp4" and self.expanders == 0
+        return self.weights == "mxfp4" and self.expanders == 0
 
     @property
     def halves(self) -> int:
@@ -318,6 +328,15 @@ class KernelSpec:
         return min(PULL_BYTES // 4, largest_power_of_two_in(self.padded_hidden * self.x_bytes // 4))
 
     @property
+    def unpack_columns(self) -> int:
+        """Columns of K that dispatch unpacks at a time; a power of two."""
+        return min(
+            UNPACK_COLUMNS,
+            largest_power_of_two_in(self.padded_hidden),
+            largest_power_of_two_in(self.padded_intermediate),
+        )
+
+    @property
     def expert_lanes(self) -> int:
         """Local experts, padded to a power of two of at least a warp."""
         return max(32, power_of_two(self.experts_per_rank))
@@ -345,6 +364,7 @@ class Offsets:
     l2_done: int
     token_arrivals: int
     claimed: int
+    unpacked: int
     topk_idx: int
     topk_weights: int
     x: int
@@ -363,6 +383,7 @@ class Offsets:
     block_set: int
     token_set: int
     program_set: int
+    unpacked_set: int
 
 
 def power_of_two(n: int) -> int:
@@ -401,37 +422,44 @@ def max_pulls(config: MoEConfig) -> int:
     return ceil_div(config.ranks * config.capacity * config.topk, PULL_ROWS)
 
 
-def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
+def tile_policy(
+    config: MoEConfig, tokens_per_expert: float, *, chain: bool = False
+) -> TilePolicy:
     """Tiles for the live rows of an average expert: decode keeps token columns few, prefill makes
     them wide.
 
     Results do not depend on the choice: the order of K and the promotion step are the same in
-    every tile.
+    every tile.  The chain never unpacks MXFP4, so that it says what the fused kernel should get
+    without that way.
     """
     block_m = config.block_m
     if block_m is None:
         block_m = next(b for most, b in TILES if tokens_per_expert <= most)
+    recipe = config.recipe
+    unpacks = recipe == "mxfp4" and block_m == 128 and tokens_per_expert > UNPACK_ROWS and not chain
+    if unpacks:
+        recipe = "fp8"  # as far as tiles see
     # narrow tiles have the math expand MXFP4 codes, in wide ones weights are no register operand
-    expands = config.recipe == "mxfp4" and block_m <= 64
-    if config.recipe == "bf16":
+    expands = recipe == "mxfp4" and block_m <= 64
+    if recipe == "bf16":
         block_k, x_bytes = 64, 2
     elif block_m <= 32 or expands:
         block_k, x_bytes = 256, 1  # products are short: two K groups for each turn of the barriers
     else:
         block_k, x_bytes = 128, 1
-    expanders = int(config.recipe == "mxfp4" and not expands)
+    expanders = int(recipe == "mxfp4" and not expands)
     # wide tiles are fed by shared memory and L2: twice the weight rows need a tenth less of one and
     # a quarter less of the other, where registers hold their accumulators
-    wide = block_m == 128 and tokens_per_expert > WIDE_ROWS and config.recipe in ("fp8", "bf16")
+    wide = block_m == 128 and tokens_per_expert > WIDE_ROWS and recipe in ("fp8", "bf16")
     block_n = 2 * HALF_N if wide else HALF_N
-    scale_rows = 1 if config.recipe == "bf16" else block_k // H_GROUP
+    scale_rows = 1 if recipe == "bf16" else block_k // H_GROUP
     packed_k = EXPAND_STAGES * block_k if expanders else block_k
-    factors = 4 * factor_rows(config.recipe, packed_k) * block_n
+    factors = 4 * factor_rows(recipe, packed_k) * block_n
     room = SHARED_BYTES - SHARED_SCRATCH[block_m == 128]
     if expanders:
         room -= 4 * block_m * H_GROUP // 2  # half of an activated tile: KernelSpec.sets_aside
     # bytes of a weight row where it lands, and in a stage
-    landed_row = packed_k // 2 if config.recipe == "mxfp4" else packed_k * x_bytes
+    landed_row = packed_k // 2 if recipe == "mxfp4" else packed_k * x_bytes
     stage_row = block_k if expanders else landed_row
     stage = block_n * stage_row + block_m * block_k * x_bytes + 4 * scale_rows * block_m
     if expanders:
@@ -456,6 +484,7 @@ def tile_policy(config: MoEConfig, tokens_per_expert: float) -> TilePolicy:
         packed_stages,
         in_flight,
         expanders,
+        unpacks,
         *registers,
         pull_rows=PULL_ROWS,
     )
@@ -507,7 +536,7 @@ class Plan:
         return max(1, min(blocks, lag + 1 + ahead))
 
     def _policy(self, block_m: int) -> TilePolicy:
-        return tile_policy(self.config, block_m)
+        return tile_policy(self.config, block_m, chain=self.chain)
 
     @cached_property
     def ring_rows(self) -> int:
@@ -530,6 +559,7 @@ class Plan:
         pool_scale = {"none": (0,), "block128": (hp // 128, rows)}.get(c.x_scales, (rows,))
         h_scale = (0,) if c.recipe == "bf16" else (ip // H_GROUP, rows)
         acc = (rows, 2 * ip) if self.chain else (0,)
+        unpacked = c.experts_per_rank if self.unpacked_bytes else 0
         table = [
             # name, shape, dtype, writer, reader
             ("status", (STATUS_WORDS,), "int32", "a wait that expired", "host; every wait"),
@@ -554,6 +584,7 @@ class Plan:
             ("l2_done", (SETS, blocks), "int32", "signal", "dispatch; signal"),
             ("token_arrivals", (SETS, align_up(t, 32)), "int32", "signal of every rank", "combine"),
             ("claimed", (SETS, align_up(self.programs, 32)), "int32", "combine", "combine"),
+            ("unpacked", (SETS, unpacked), "int32", "dispatch", "load weights"),
             ("topk_idx", (t, k), "int32", "caller", "dispatch, combine"),
             ("topk_weights", (t, k), "float32", "caller", "dispatch of every rank"),
             ("x", (t, hp), wire, "caller", "dispatch of every rank"),
@@ -592,6 +623,16 @@ class Plan:
         return {r.name: r for r in self.regions}
 
     @property
+    def unpacked_bytes(self) -> int:
+        """Memory beside the buffer, of which no other rank knows: all experts of a rank as e4m3, w1
+        then w2, if the longest call unpacks MXFP4; else 0.
+        """
+        if not self.policy(self.config.capacity).unpacks:
+            return 0
+        c = self.config
+        return c.experts_per_rank * 3 * c.padded_hidden * c.padded_intermediate
+
+    @property
     def nbytes(self) -> int:
         last = self.regions[-1]
         return align_up(last.offset + last.nbytes, ALIGN)
@@ -599,7 +640,7 @@ class Plan:
     def policy(self, tokens: int) -> TilePolicy:
         """Tile policy for a call with ``tokens`` tokens on this rank, all ranks assumed alike."""
         c = self.config
-        return tile_policy(c, tokens * c.ranks * c.topk / c.experts)
+        return tile_policy(c, tokens * c.ranks * c.topk / c.experts, chain=self.chain)
 
     def spec(self, policy: TilePolicy, phases: str = "fused") -> KernelSpec:
         c = self.config
@@ -608,6 +649,7 @@ class Plan:
             block_set=self.region["arrived"].nbytes // SETS,
             token_set=self.region["token_arrivals"].nbytes // SETS,
             program_set=self.region["claimed"].nbytes // SETS,
+            unpacked_set=self.region["unpacked"].nbytes // SETS,
         )
         return KernelSpec(
             recipe=c.recipe,
@@ -630,6 +672,7 @@ class Plan:
             packed_stages=policy.packed_stages,
             in_flight=policy.in_flight,
             expanders=policy.expanders,
+            unpacks=policy.unpacks,
             pull_rows=policy.pull_rows,
             math_registers=policy.math_registers,
             dispatch_registers=policy.dispatch_registers,

@@ -36,13 +36,19 @@ class MegaMoEError(RuntimeError):
     """The kernel gave up: a rank did not arrive, or its input could not be used."""
 
 
+def allocate_unpacked(plan: Plan, device: torch.device | str) -> torch.Tensor:
+    """Memory for the weights that dispatch unpacks, written before it is read: uint8."""
+    return torch.empty(plan.unpacked_bytes, dtype=torch.uint8, device=device)
+
+
 class SymmetricBuffer:
     """Views of one rank's buffer by region name, and the few things the host does with it.
 
     memory: uint8 [plan.nbytes], zeroed, on the CPU or a GPU.
+    unpacked: uint8 [plan.unpacked_bytes], on the same device; this rank's own.
     """
 
-    def __init__(self, *, plan: Plan, memory: torch.Tensor) -> None:
+    def __init__(self, *, plan: Plan, memory: torch.Tensor, unpacked: torch.Tensor) -> None:
         if memory.dtype != torch.uint8 or memory.numel() != plan.nbytes:
             raise ValueError(
                 f"the buffer needs {plan.nbytes} bytes of uint8, "
@@ -50,10 +56,12 @@ class SymmetricBuffer:
             )
         self.plan = plan
         self.memory = memory
+        self.unpacked = unpacked
 
     @classmethod
     def allocate(cls, *, plan: Plan, device: str = "cpu") -> SymmetricBuffer:
-        return cls(plan=plan, memory=torch.zeros(plan.nbytes, dtype=torch.uint8, device=device))
+        memory = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+        return cls(plan=plan, memory=memory, unpacked=allocate_unpacked(plan, device))
 
     def view(self, name: str) -> torch.Tensor:
         """The region as a tensor of its shape and dtype, sharing memory."""
@@ -84,6 +92,7 @@ class SymmetricBuffer:
         regions = [self.plan.region[name] for name in SCRATCH if prod(self.plan.region[name].shape)]
         for region in regions:
             self.memory[region.offset : region.offset + region.nbytes] = NAN_BYTE
+        self.unpacked.fill_(NAN_BYTE)
         return regions
 
     def epoch(self) -> int:

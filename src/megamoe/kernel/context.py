@@ -30,6 +30,12 @@ class Context:
     pool_h_scale: tma.tensor_descriptor
     w1_factor: tma.tensor_descriptor
     w2_factor: tma.tensor_descriptor
+    # where dispatch unpacks MXFP4; else not used
+    w1_codes: gl.tensor  # int8 pointers
+    w2_codes: gl.tensor
+    w1_offset: gl.tensor  # int32 pointers
+    w2_offset: gl.tensor
+    unpacked: gl.tensor  # float8 pointer: all experts, w1 then w2
     w1_scale: gl.tensor
     w2_scale: gl.tensor
 
@@ -52,6 +58,11 @@ class Context:
         pool_h_scale,
         w1_factor,
         w2_factor,
+        w1_codes,
+        w2_codes,
+        w1_offset,
+        w2_offset,
+        unpacked,
         w1_scale,
         w2_scale,
     ):
@@ -73,6 +84,11 @@ class Context:
         self.w2_scale = w2_scale
         self.w1_factor = w1_factor
         self.w2_factor = w2_factor
+        self.w1_codes = w1_codes
+        self.w2_codes = w2_codes
+        self.w1_offset = w1_offset
+        self.w2_offset = w2_offset
+        self.unpacked = unpacked
 
     @gluon.jit
     def region(self, OFFSET: gl.constexpr, dtype: gl.constexpr):

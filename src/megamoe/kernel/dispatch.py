@@ -21,6 +21,7 @@ from megamoe.kernel.sync import (
     wait_gpu,
 )
 from megamoe.kernel.trace import COMMUNICATE, PULL, ROUTE, WAIT_COUNTS, now, record
+from megamoe.kernel.unpack import unpack_expert
 from megamoe.plan import CONTROL
 
 CHUNK = gl.constexpr(128)  # (token, slot) pairs a partition routes at once: one a thread
@@ -59,6 +60,9 @@ def clear_other_set(ctx, layout: gl.constexpr):
     clear(ctx.region(spec.offset.l2_done, gl.int32) + blocks, used_blocks, layout)
     tokens = other * (spec.offset.token_set // 4)
     clear(ctx.region(spec.offset.token_arrivals, gl.int32) + tokens, used_tokens, layout)
+    WORDS: gl.constexpr = spec.offset.unpacked_set // 4
+    if WORDS > 0:  # whether this call unpacks or not: the one before may have
+        clear(ctx.region(spec.offset.unpacked, gl.int32) + other * WORDS, WORDS, layout)
     claimed = ctx.region(spec.offset.claimed, gl.int32) + other * (spec.offset.program_set // 4)
     gl.store(claimed + gl.program_id(0), 0)
 
@@ -170,7 +174,21 @@ def combine_while_taken(ctx, done, wanted, claim, event):
 
 
 @gluon.jit
-def pull(ctx, rows, first, blocks, event):
+def unpack_until(ctx, expert, end, rows, event):
+    """Unpack this program's share of the experts from `expert` to `end` - 1, of those with rows;
+    returns where to go on, and the next free event.
+    """
+    spec: gl.constexpr = ctx.spec
+    e = gl.arange(0, spec.expert_lanes, layout=rows.type.layout)
+    while expert < end:
+        if gl.sum(gl.where(e == expert, rows, 0), 0) > 0:
+            event = unpack_expert(ctx, expert, event)
+        expert += 1
+    return expert, event
+
+
+@gluon.jit
+def pull(ctx, rows, first, blocks, unpacked, event):
     """Fetch this program's share of the rows into the pool; returns the next free event."""
     spec: gl.constexpr = ctx.spec
     n: gl.constexpr = spec.pull_rows
@@ -195,6 +213,9 @@ def pull(ctx, rows, first, blocks, event):
         expert, index, block, count = find_rows(
             row, rows, first, spec.block_m, spec.expert_lanes, find
         )
+        if spec.unpacks:
+            unpacked, event = unpack_until(ctx, unpacked, gl.max(expert, 0) + 1, rows, event)
+            begin = now(ctx)
         source, place = find_sources(ctx, expert, index)
         list_row = (source * spec.experts_per_rank + expert).to(gl.int64)
         entry = gl.load(
@@ -238,6 +259,8 @@ def pull(ctx, rows, first, blocks, event):
         signal_rows(arrived + block, 1 + padding, real)
         record(ctx, COMMUNICATE, event, PULL, unit, 0, begin, ready, now(ctx))
         event += 1
+    if spec.unpacks:
+        unpacked, event = unpack_until(ctx, unpacked, spec.experts_per_rank, rows, event)
     if spec.x_scales == "ue8m0_32":
         control = ctx.region(spec.offset.control, gl.int32)
         gl.atomic_add(control + CONTROL_INEXACT, inexact, sem="relaxed", scope="gpu")
@@ -458,12 +481,17 @@ def dispatch_role(ctx):
         publish_counts(ctx, layout)
     routed = now(ctx)
     record(ctx, COMMUNICATE, 0, ROUTE, 0, 0, begin, begin, routed)
+    event = gl.to_tensor(2)
+    if spec.unpacks:
+        # the first, whether it has rows or not: the others' counts are on their way
+        event = unpack_expert(ctx, gl.to_tensor(0), event)
+        routed = now(ctx)
     rows = rows_of_experts(ctx, layout)
     first, blocks = first_blocks(rows, spec.block_m)
     if gl.program_id(0) == 0:
         gl.store(control + CONTROL_USED_BLOCKS + ctx.counter_set, blocks)
     counted = now(ctx)
     record(ctx, COMMUNICATE, 1, WAIT_COUNTS, 0, 0, routed, routed, counted)
-    event = pull(ctx, rows, first, blocks, 2)
+    event = pull(ctx, rows, first, blocks, gl.to_tensor(1), event)
     clear_other_set(ctx, layout)  # last, since rows are waited for
     return event

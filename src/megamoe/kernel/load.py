@@ -7,8 +7,9 @@ Where there is an expander, weights land in its ring and it fills the stage in t
 from megamoe.kernel.compat import gl, gluon, mbarrier, tma_load
 from megamoe.kernel.epilogue import L1_ROWS
 from megamoe.kernel.schedule import DONE, LINEAR2, REHEARSAL, release_task, steps_of_task, take_task
-from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, fence_async_proxy, wait_gpu
+from megamoe.kernel.sync import PHASE_L1, PHASE_ROWS, PHASE_UNPACKED, fence_async_proxy, wait_gpu
 from megamoe.kernel.trace import LOAD_TOKENS, LOAD_WEIGHTS, now, record
+from megamoe.kernel.unpack import unpacked_of
 
 
 @gluon.jit
@@ -102,8 +103,24 @@ def load_token_tile(
 
 
 @gluon.jit
+def wait_unpacked(ctx, expert):
+    """Until every program has unpacked its share of an expert."""
+    spec: gl.constexpr = ctx.spec
+    seen = wait_gpu(
+        unpacked_of(ctx, expert),
+        gl.num_programs(0),
+        ctx.status(),
+        PHASE_UNPACKED,
+        expert,
+        spec.timeout_ns,
+    )
+    fence_async_proxy(seen)
+
+
+@gluon.jit
 def load_weights_role(ctx, rings):
-    """One warp.  Weights depend on nobody: it runs ahead as far as the ring allows.
+    """One warp.  Weights depend on nobody, unless dispatch unpacks them: it runs ahead as far as
+    the ring allows.
 
     At the start of the call the first rows come through the same memory, in a chain of dependent
     accesses that a full ring of weights would delay: after one stage, they go first.
@@ -120,6 +137,9 @@ def load_weights_role(ctx, rings):
             rows: gl.constexpr = 2 * spec.padded_intermediate
             steps: gl.constexpr = spec.padded_hidden // spec.packed_k
             last = gl.where(kind == REHEARSAL, 1, steps)
+            if spec.unpacks:
+                if kind != REHEARSAL:
+                    wait_unpacked(ctx, expert)
             # TMA fills rows past the end of a matrix with zeros
             expert = gl.where(kind == REHEARSAL, spec.experts_per_rank, expert)
             for turn in range(spec.l1_turns):
@@ -145,6 +165,8 @@ def load_weights_role(ctx, rings):
             rows2: gl.constexpr = spec.padded_hidden
             steps2: gl.constexpr = spec.padded_intermediate // spec.packed_k
             row = tile * spec.block_n
+            if spec.unpacks:
+                wait_unpacked(ctx, expert)
             step = load_weight_tile(
                 ctx.w2, ctx.w2_factor, expert, row, rings, step, 0, steps2, rows2, steps2, spec
             )

@@ -13,6 +13,7 @@ The protocol.  `set` is the counter set of this call (epoch & 1); each launch cl
 | l1_done[set][block] | signal, after all math partitions have stored an L1 tile | load tokens | release / acquire, gpu, proxy fence on both sides | as arrived | as arrived |
 | l2_done[set][block] | signal, after all math partitions have stored an L2 tile | the one that arrives last; dispatch before it reuses the ring slot | acq_rel, sys | as arrived | as arrived |
 | token_arrivals[set][token] | signal, at the token's owner, for each of its rows whose L2 tiles are all stored | combine | release / acquire, sys | as arrived | a launch ends only when all its tokens have arrived, and a peer writes the other set only after this rank's next launch has published counts |
+| unpacked[set][expert] | dispatch of each program, after its share of the expert | load weights | release / acquire, gpu, proxy fence on both sides | as arrived, whether that launch unpacks or not | as arrived |
 | claimed[set][program] | communicate and math of this program, a claim of its tokens at a time | the same | relaxed | as arrived | what is claimed is ordered by token_arrivals |
 | status[1] (abort) | a wait that expired | every wait that spins | release / relaxed, gpu | by setting the buffer up again | the buffer is poisoned until then |
 
@@ -29,6 +30,7 @@ PHASE_L1 = gl.constexpr(3)
 PHASE_SLOT = gl.constexpr(4)
 PHASE_PARTIALS = gl.constexpr(5)
 PHASE_BAD_EXPERT = gl.constexpr(6)
+PHASE_UNPACKED = gl.constexpr(7)
 
 PHASE_NAMES = {
     1: "token counts of a rank",
@@ -37,6 +39,7 @@ PHASE_NAMES = {
     4: "L2 tiles of the block that holds a ring slot",
     5: "partials of a token",
     6: "an expert id in range",
+    7: "the unpacked weights of an expert",
 }
 
 # $1 flag, $2 wanted, $3 status, $4 phase, $5 index, $6 timeout in ns

@@ -17,6 +17,7 @@ BLOCK_BIT = gl.constexpr(plan.TRACE_BLOCK_BIT)
 KIND_BIT = gl.constexpr(plan.TRACE_KIND_BIT)
 
 # kinds of work beside the tasks, which keep theirs: 0, 1 and 7 (schedule.py)
+UNPACK = gl.constexpr(2)
 ROUTE = gl.constexpr(3)
 WAIT_COUNTS = gl.constexpr(4)
 PULL = gl.constexpr(5)

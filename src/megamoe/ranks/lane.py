@@ -9,7 +9,7 @@ import torch
 
 from megamoe.config import MegaMoEInputError
 from megamoe.launch import OPTIONS, Launch, compile_launch, compiled_kernels, fixed_arguments
-from megamoe.plan import STATUS_REPORTED, TILES, KernelSpec, Plan, TilePolicy
+from megamoe.plan import STATUS_REPORTED, TILES, UNPACK_ROWS, KernelSpec, Plan, TilePolicy
 from megamoe.ranks.memory import SharedMemory
 from megamoe.symmetric import MegaMoEError, SymmetricBuffer
 
@@ -18,10 +18,16 @@ class Lane:
     """The launches of one plan on one rank's buffer; many layers use it in turn."""
 
     def __init__(
-        self, *, plan: Plan, launches: Sequence[Launch], rank: int, shared: SharedMemory
+        self,
+        *,
+        plan: Plan,
+        launches: Sequence[Launch],
+        rank: int,
+        shared: SharedMemory,
+        unpacked: torch.Tensor,
     ) -> None:
         self.plan, self.launches, self.rank, self.shared = plan, launches, rank, shared
-        self.buffer = SymmetricBuffer(plan=plan, memory=shared.memory)
+        self.buffer = SymmetricBuffer(plan=plan, memory=shared.memory, unpacked=unpacked)
         device = shared.memory.device
         self._peers = torch.tensor(shared.distances, dtype=torch.int64, device=device)
         # stands in for y where a rank has no tokens: an empty tensor has no address
@@ -123,7 +129,7 @@ def tile_policies(plan: Plan, tokens: Sequence[int] | None) -> list[TilePolicy]:
     """The different tile policies of calls with these numbers of tokens; None for all numbers."""
     config = plan.config
     if tokens is None:
-        finite = [most for most, _ in TILES if most != float("inf")]
+        finite = [most for most, _ in TILES if most != float("inf")] + [UNPACK_ROWS]
         last = [most * config.experts // (config.ranks * config.topk) for most in finite]
         edges = {0, config.capacity} | set(last) | {n + 1 for n in last}
         tokens = sorted(n for n in edges if n <= config.capacity)

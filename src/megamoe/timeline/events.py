@@ -26,7 +26,7 @@ MATH = tuple(role for role, name in enumerate(ROLES) if name.startswith("math ")
 COMMUNICATE, LOAD_WEIGHTS, LOAD_TOKENS, SIGNAL = map(
     ROLES.index, ("communicate", "load weights", "load tokens", "signal")
 )
-LINEAR1, LINEAR2, _, ROUTE, WAIT_COUNTS, PULL, COMBINE, REHEARSAL = range(8)
+LINEAR1, LINEAR2, UNPACK, ROUTE, WAIT_COUNTS, PULL, COMBINE, REHEARSAL = range(8)
 # activities that move rows between ranks
 COMMUNICATION = ("pull", "push", "combine")
 LINE = 110  # characters of a line of text
@@ -227,6 +227,7 @@ def _activities(event: Event, ready: dict[tuple[int, ...], int]) -> list[tuple[s
         return {
             ROUTE: [("route", begin, end)],
             WAIT_COUNTS: [("wait for counts", begin, end)],
+            UNPACK: [("unpack", begin, end)],
             PULL: [("wait for slot", begin, middle), ("pull", middle, end)],
         }[event.kind]
     # a helper of the math, such as the expander

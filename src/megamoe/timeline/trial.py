@@ -119,8 +119,9 @@ def places_for(plan: Plan, idx: torch.Tensor) -> int:
         units = ceil_div(tokens, combine.TOKENS.value)
         units *= config.padded_hidden // combine.COLUMNS.value
         combined = ceil_div(units, plan.programs * (MATH_PARTITIONS + 1))
-    # route and wait for counts come before the pulls
-    return max(tasks, 2 + pulls) + combined + 1
+    # route and wait for counts come before the pulls, and the first expert is always unpacked
+    unpacked = config.experts_per_rank if spec.unpacks else 0
+    return max(tasks, 2 + pulls + unpacked) + combined + 1
 
 
 def _weight_bytes(config: MoEConfig) -> int:
