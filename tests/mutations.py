@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -17,6 +18,24 @@ class Mutation:
 
 def broken(name: str, old: str, new: str, caught_as: str, scene: str = "calls") -> Mutation:
     return Mutation(name, ((old, new),), caught_as, scene)
+
+
+def part(prefix: str, scene: str, usual: str = "wrong bits") -> Callable[..., Mutation]:
+    """:func:`broken` for one part of the kernel, in the scene where it matters."""
+
+    def mutation(name: str, old: str, new: str, caught_as: str = usual) -> Mutation:
+        return broken(f"{prefix}: {name}", old, new, caught_as, scene)
+
+    return mutation
+
+
+def in_each(*scenes: str) -> Callable[..., list[Mutation]]:
+    """:func:`broken` in every one of the scenes."""
+
+    def mutations(name: str, old: str, new: str, caught_as: str = "wrong bits") -> list[Mutation]:
+        return [broken(f"{name}, {s}", old, new, caught_as, s) for s in scenes]
+
+    return mutations
 
 
 # --- waits that are missing or too short -------------------------------------------------------
@@ -354,8 +373,9 @@ JOINED = "gl.join(k0, k32)"
 HALVES = "gl.join(gl.join(k0, k32), gl.join(k64, k96))"
 
 
-def expander(name: str, old: str, new: str, caught_as: str) -> Mutation:
-    return broken(f"expander: {name}", old, new, caught_as, WIDE)
+expander = part("expander", WIDE)
+narrow = part("narrow", NARROW)
+either = in_each(NARROW, WIDE)
 
 
 def too_soon(name: str, arrival: str, caught_as: str) -> Mutation:
@@ -363,14 +383,6 @@ def too_soon(name: str, arrival: str, caught_as: str) -> Mutation:
     early = f"{FIRST}\n        {arrival}\n        expand_group"
     edits = ((arrival, "p + 0"), (f"{FIRST} expand_group", early))
     return Mutation(f"expander: {name}", edits, caught_as, WIDE)
-
-
-def narrow(name: str, old: str, new: str, caught_as: str = "wrong bits") -> Mutation:
-    return broken(f"narrow: {name}", old, new, caught_as, NARROW)
-
-
-def either(name: str, old: str, new: str, caught_as: str = "wrong bits") -> list[Mutation]:
-    return [broken(f"{name}, {s}", old, new, caught_as, s) for s in (NARROW, WIDE)]
 
 
 EXPANDERS = [
@@ -485,12 +497,7 @@ SCALES_OF = "first = (stage * spec.factor_rows + G) * FOURS"
 UPPER = "fours.index(first + UP // 4)"
 NEXT = "(stage + 1) % spec.stages *"
 BLOCKS = ("fp8_block", "fp8_block wide")  # weights first in pairs of products; tokens first
-
-
-def scales(name: str, old: str, new: str, caught_as: str = "wrong bits") -> list[Mutation]:
-    return [broken(f"{name}, {s}", old, new, caught_as, s) for s in BLOCKS]
-
-
+scales = in_each(*BLOCKS)
 SCALES = [
     *scales("scales of the first expert loaded", FACTORS_LOAD, FACTORS_LOAD.replace("expert", "0")),
     *scales("scales of the tile's first block loaded", FACTORS_LOAD,
@@ -528,12 +535,7 @@ ORDER = [
 
 # --- e4m3 moved to another scale, against rational arithmetic ----------------------------------
 
-
-def rebase(name: str, old: str, new: str, caught_as: str = "") -> Mutation:
-    caught_as = caught_as or "wrong codes or wrong counts"
-    return broken(f"rebase: {name}", old, new, caught_as, "rebase")
-
-
+rebase = part("rebase", "rebase", "wrong codes or wrong counts")
 SIXTEENTH = "sixteenth, 0x2c002c00"
 LOW, HIGH = "and.b32 a, a, 0x04000400", "and.b32 b, b, 0x08000800"
 UP = "(gl.minimum(s, 19) + 11) << 10"
@@ -651,15 +653,10 @@ REHEARSAL = [
 
 # --- MXFP4 in long calls: unpacked by dispatch ---------------------------------------------------
 
-UNPACKED = "unpacked"
+unpack = part("unpack", "unpacked")
 SHARES = "unpacked_of(ctx, expert), gl.num_programs(0)"
 W2_WAIT = "if spec.unpacks: wait_unpacked(ctx, expert) step = load_weight_tile("
 RACE = "DataRace or UnwrittenRead or ProxyFault"
-
-
-def unpack(name: str, old: str, new: str, caught_as: str) -> Mutation:
-    return broken(f"unpack: {name}", old, new, caught_as, UNPACKED)
-
 
 UNPACKS = [
     unpack("not waited for", SHARES, SHARES.replace("gl.num_programs(0)", "0"), RACE),
@@ -699,7 +696,6 @@ UNPACKS = [
     unpack("counters of one set", "ctx.counter_set * (ctx.spec.offset.unpacked_set // 4)",
            "0 * (ctx.spec.offset.unpacked_set // 4)", f"{RACE} or Deadlock"),
 ]  # fmt: skip
-
 
 TILES = [*EPILOGUE, *EXPANDERS, *WIDE_TILES, *SCALES]
 MUTATIONS = [
