@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megamoe.plan
 from megamoe.bench import run as bench_run
 from megamoe.bench.cases import BenchError
 from megamoe.cli import main
@@ -39,6 +40,7 @@ from megamoe.timeline.events import (
     REHEARSAL,
     ROUTE,
     SIGNAL,
+    UNPACK,
     WAIT_COUNTS,
     Event,
     TimelineError,
@@ -514,6 +516,23 @@ def test_default_places_hold_all_events(recipe, tokens, ranks, routing):
     figures = timeline.figures(trial.record())
     lost = {ROLES[role] for (_, _, role), n in used.items() if n > few}
     assert lost <= set(figures.full) and "WARNING" in figures.lines()[5]
+
+
+def test_a_call_that_unpacks_shows_it_and_loses_no_event(monkeypatch):
+    """An event for each expert in each program; nobody multiplies before all have unpacked one."""
+    monkeypatch.setattr(megamoe.plan, "UNPACK_ROWS", 64)
+    trial = small_trial(recipe="mxfp4", tokens=150, ranks=1)
+    plan = trial.backend.plan
+    assert plan.policy(150).unpacks
+    recorded = trial.record()
+    assert recorded.full == ()
+    unpacked = [e for e in recorded.events if e.kind == UNPACK and e.role == COMMUNICATE]
+    experts = plan.config.experts_per_rank
+    assert Counter(e.block for e in unpacked) == dict.fromkeys(range(experts), plan.programs)
+    shown = [s for s in timeline.spans(recorded) if s.activity == "unpack"]
+    assert len(shown) == len(unpacked)
+    first = min(e.middle for e in recorded.events if e.role in MATH and e.kind == LINEAR1)
+    assert first > max(e.end for e in unpacked if e.block == 0)
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from megamoe.timeline.events import (
 
 COLOURS = {
     "route": "#7f6a93",
+    "unpack": "#4d5fa3",
     "pull": "#2a78b5",
     "rehearsal": "#c9b8a3",
     "load weights": "#8fa3ad",
