@@ -67,7 +67,7 @@ def test_balanced_routing_is_balanced(ranks, experts, topk, tokens):
         assert spread(mine // config.experts_per_rank, ranks) <= 1
 
 
-@pytest.mark.parametrize("routing", ["balanced", "zipf", "one-hot"])
+@pytest.mark.parametrize("routing", ["balanced", "uniform", "zipf", "one-hot"])
 def test_routing_follows_the_seed(routing):
     config = config_of(experts=64, topk=6)
 
@@ -88,6 +88,20 @@ def test_skewed_routings():
     assert counts[0] > 8 * counts[32:].float().mean()
     with pytest.raises(BenchError, match="routing must be one of"):
         choose_experts(config, tokens=1, routing="other", seed=0)
+
+
+def test_uniform_routing_leaves_experts_out_of_a_small_call():
+    config = config_of(experts=64, topk=6, ranks=2)
+    uniform = choose_experts(config, tokens=8, routing="uniform", seed=0)
+    assert all(len(set(token)) == 6 for token in uniform.flatten(0, 1).tolist())
+    # 96 slots, of each token six different ones: 64 * (1 - (1 - 6 / 64) ** 16) = 51 on average
+    assert 44 <= uniform.unique().numel() <= 58
+    balanced = choose_experts(config, tokens=8, routing="balanced", seed=0)
+    assert balanced.unique().numel() == 64
+    many = choose_experts(config, tokens=4000, routing="uniform", seed=0)
+    counts = torch.bincount(many.flatten(), minlength=64)
+    assert counts.min() > 0.8 * counts.float().mean() and counts.max() < 1.2 * counts.float().mean()
+    assert choose_experts(config, tokens=0, routing="uniform", seed=0).shape == (2, 0, 6)
 
 
 def test_shapes():

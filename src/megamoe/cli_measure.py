@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RECIPES = ("bf16", "fp8", "fp8_block", "mxfp4")
-ROUTINGS = ("balanced", "zipf", "one-hot")
+ROUTINGS = ("balanced", "uniform", "zipf", "one-hot")
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 INTERPRETER_PROGRAMS = 2
 SHAPE_HELP = (

@@ -422,9 +422,7 @@ def max_pulls(config: MoEConfig) -> int:
     return ceil_div(config.ranks * config.capacity * config.topk, PULL_ROWS)
 
 
-def tile_policy(
-    config: MoEConfig, tokens_per_expert: float, *, chain: bool = False
-) -> TilePolicy:
+def tile_policy(config: MoEConfig, tokens_per_expert: float, *, chain: bool = False) -> TilePolicy:
     """Tiles for the live rows of an average expert: decode keeps token columns few, prefill makes
     them wide.
 

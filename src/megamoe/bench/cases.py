@@ -13,7 +13,7 @@ from megamoe.config import MODELS, MoEConfig, RankInputs
 from megamoe.formats import quantise_x
 from megamoe.weights import MXFP4_OFFSET_BIAS, KernelWeights
 
-ROUTINGS = ("balanced", "zipf", "one-hot")
+ROUTINGS = ("balanced", "uniform", "zipf", "one-hot")
 # hidden, intermediate, experts per rank, top-k
 PRESETS = {"flash": (4096, 2048, 32, 6), "pro": (7168, 3072, 48, 6)}
 CHUNK_ROWS = 1 << 14
@@ -68,6 +68,7 @@ def choose_experts(config: MoEConfig, *, tokens: int, routing: str, seed: int) -
 
     balanced: experts, ranks and the tokens' own ranks all get the same number of slots, or one
     more; the experts of a token differ while there are enough of them.
+    uniform: each token draws without repetition, every expert alike; a small call leaves some out.
     zipf: without repetition, expert e in proportion to 1 / (place of e + 1), places at random.
     one-hot: every slot takes the same expert, chosen at random.
     """
@@ -75,17 +76,12 @@ def choose_experts(config: MoEConfig, *, tokens: int, routing: str, seed: int) -
     ranks, experts, topk = config.ranks, config.experts, config.topk
     if routing == "balanced":
         return _balanced(config, tokens, generator)
+    if routing == "uniform":
+        return _drawn(config, tokens, torch.ones(experts), generator)
     if routing == "zipf":
         share = 1.0 / torch.arange(1, experts + 1)
         share = share[torch.randperm(experts, generator=generator)]
-        rows = ranks * tokens
-        if rows == 0:
-            return torch.zeros(ranks, 0, topk, dtype=torch.int32)
-        repeat = topk > experts
-        idx = torch.multinomial(
-            share.expand(rows, -1), topk, replacement=repeat, generator=generator
-        )
-        return idx.to(torch.int32).view(ranks, tokens, topk)
+        return _drawn(config, tokens, share, generator)
     if routing == "one-hot":
         expert = int(torch.randint(experts, (1,), generator=generator))
         return torch.full((ranks, tokens, topk), expert, dtype=torch.int32)
@@ -107,6 +103,22 @@ def _balanced(config: MoEConfig, tokens: int, generator: torch.Generator) -> tor
     order = torch.rand(idx.shape, generator=generator).argsort(dim=1)
     idx = idx.gather(1, order).view(ranks, tokens, topk)
     return idx[:, torch.randperm(tokens, generator=generator)].to(torch.int32)
+
+
+def _drawn(
+    config: MoEConfig, tokens: int, share: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Each token's experts by their shares; again and again the same only if there are too few."""
+    shape = (config.ranks, tokens, config.topk)
+    if tokens == 0:
+        return torch.zeros(shape, dtype=torch.int32)
+    idx = torch.multinomial(
+        share.expand(config.ranks * tokens, -1),
+        config.topk,
+        replacement=config.topk > config.experts,
+        generator=generator,
+    )
+    return idx.to(torch.int32).view(shape)
 
 
 def random_inputs(
