@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
+from megamoe import cli_measure
 from megamoe.bench import report as bench_report
 from megamoe.bench import run as bench
 from megamoe.bench import timing as bench_timing
 from megamoe.bench.cases import (
+    ROUTINGS,
     BenchError,
     Limits,
     choose_experts,
@@ -88,6 +90,12 @@ def test_skewed_routings():
     assert counts[0] > 8 * counts[32:].float().mean()
     with pytest.raises(BenchError, match="routing must be one of"):
         choose_experts(config, tokens=1, routing="other", seed=0)
+
+
+def test_the_command_line_knows_the_same_names():
+    # written there again, so that --help need not load torch
+    assert cli_measure.ROUTINGS == ROUTINGS
+    assert cli_measure.RECIPES == RECIPES
 
 
 def test_uniform_routing_leaves_experts_out_of_a_small_call():
