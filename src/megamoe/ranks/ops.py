@@ -6,31 +6,16 @@ their order and from being dropped or merged, as each must happen once on every 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 
-
-class Runs(Protocol):
-    """What an op asks of the object behind it, which is a SymmetricMoE."""
-
-    def run(
-        self,
-        weights: dict[str, torch.Tensor],
-        x: torch.Tensor | None,
-        x_scale: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        *,
-        tokens: int,
-        out: torch.Tensor,
-        chain: bool,
-    ) -> None: ...
-
+if TYPE_CHECKING:
+    from megamoe.distributed import SymmetricMoE
 
 # an op takes only tensors and numbers: the number of an object leads back to it
-_OBJECTS: WeakValueDictionary[int, Runs] = WeakValueDictionary()
+_OBJECTS: WeakValueDictionary[int, SymmetricMoE] = WeakValueDictionary()
 
 _ARGUMENTS = (
     "Tensor? x, Tensor? x_scale, Tensor? topk_idx, Tensor? topk_weights, SymInt tokens, "
@@ -40,14 +25,14 @@ _ARGUMENTS = (
 NAMES = ("w1", "w2", "w1_scale", "w2_scale", "w1_offset", "w2_offset")
 
 
-def register(moe: Runs) -> int:
+def register(moe: SymmetricMoE) -> int:
     """The number by which ops find `moe` while it lives."""
     number = id(moe)
     _OBJECTS[number] = moe
     return number
 
 
-def _find(number: int) -> Runs:
+def _find(number: int) -> SymmetricMoE:
     moe = _OBJECTS.get(number)
     if moe is None:
         raise RuntimeError("the SymmetricMoE that this was compiled for no longer exists")
