@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megamoe import formats
+from megamoe.bench.cases import draw_experts
 from megamoe.checkpoint import (
     KIND_OF_RECIPE,
     CheckpointExperts,
@@ -170,12 +171,7 @@ def _choose_experts(
     share = torch.ones(config.experts)
     if routing == "zipf":
         share = 1.0 / torch.arange(1, config.experts + 1)
-    if rows == 0:
-        return torch.zeros(0, config.topk, dtype=torch.int64)
-    repeat = config.topk > config.experts
-    return torch.multinomial(
-        share.expand(rows, -1), config.topk, replacement=repeat, generator=generator
-    )
+    return draw_experts(share, rows=rows, topk=config.topk, generator=generator)
 
 
 def captured_layers(path: Path) -> list[int]:

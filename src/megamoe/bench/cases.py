@@ -76,12 +76,13 @@ def choose_experts(config: MoEConfig, *, tokens: int, routing: str, seed: int) -
     ranks, experts, topk = config.ranks, config.experts, config.topk
     if routing == "balanced":
         return _balanced(config, tokens, generator)
-    if routing == "uniform":
-        return _drawn(config, tokens, torch.ones(experts), generator)
-    if routing == "zipf":
-        share = 1.0 / torch.arange(1, experts + 1)
-        share = share[torch.randperm(experts, generator=generator)]
-        return _drawn(config, tokens, share, generator)
+    if routing in ("uniform", "zipf"):
+        share = torch.ones(experts)
+        if routing == "zipf":
+            share = 1.0 / torch.arange(1, experts + 1)
+            share = share[torch.randperm(experts, generator=generator)]
+        idx = draw_experts(share, rows=ranks * tokens, topk=topk, generator=generator)
+        return idx.to(torch.int32).view(ranks, tokens, topk)
     if routing == "one-hot":
         expert = int(torch.randint(experts, (1,), generator=generator))
         return torch.full((ranks, tokens, topk), expert, dtype=torch.int32)
@@ -105,20 +106,16 @@ def _balanced(config: MoEConfig, tokens: int, generator: torch.Generator) -> tor
     return idx[:, torch.randperm(tokens, generator=generator)].to(torch.int32)
 
 
-def _drawn(
-    config: MoEConfig, tokens: int, share: torch.Tensor, generator: torch.Generator
+def draw_experts(
+    share: torch.Tensor, *, rows: int, topk: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Each token's experts by their shares; again and again the same only if there are too few."""
-    shape = (config.ranks, tokens, config.topk)
-    if tokens == 0:
-        return torch.zeros(shape, dtype=torch.int32)
-    idx = torch.multinomial(
-        share.expand(config.ranks * tokens, -1),
-        config.topk,
-        replacement=config.topk > config.experts,
-        generator=generator,
-    )
-    return idx.to(torch.int32).view(shape)
+    """int64 [rows, topk]: experts in proportion to `share` [experts], in a row each at most once
+    unless there are fewer than `topk`.
+    """
+    if rows == 0:
+        return torch.zeros(0, topk, dtype=torch.int64)
+    repeat = topk > share.numel()
+    return torch.multinomial(share.expand(rows, -1), topk, replacement=repeat, generator=generator)
 
 
 def random_inputs(
